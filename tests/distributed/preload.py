@@ -1,5 +1,6 @@
 """Imported by the server that forks the processes of distributed tests: it starts no thread and trains nothing."""
 
+import gc
 import importlib
 import os
 
@@ -7,12 +8,14 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 import torch
 from accelerate.utils import is_deepspeed_available
-from jaxtyping import install_import_hook
 
-with install_import_hook("tether", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"):
-    for name in ("tether.cli.main", "tether.cli.commands", "tether.train.plan", "tether.train.run"):
-        importlib.import_module(name)
-for name in ("pytest", "tests.train.runs", *(["deepspeed"] if is_deepspeed_available() else [])):
+from tests.checked import check_calls
+
+check_calls()
+for name in ("tether.cli.main", "tether.cli.commands", "tether.train.plan", "tether.train.run", "tests.train.runs"):
+    importlib.import_module(name)
+for name in ("pytest", *(["deepspeed"] if is_deepspeed_available() else [])):
     importlib.import_module(name)
 
 torch.set_num_threads(1)
+gc.freeze()  # or each process would look through all of it, and copy it for that

@@ -34,21 +34,19 @@ from tether.data.bad_rows import UNUSABLE
 from tether.data.joined import check_named
 from tether.data.pairs import Pair, load_pairs, pair_accuracy, split_pairs
 from tether.errors import ModelError
-from tether.machine.distributed import Dist, lost_told
+from tether.machine.distributed import lost_told
 from tether.models.adapters import DEFAULT, MODULE_PREFIX, Adapter, place_adapter
 from tether.models.classifiers import classifier_on, load_classifier
 from tether.models.fit import is_classifier
 from tether.models.forward import is_causal, last_token_scores
 from tether.models.loading import load_causal_lm, load_config
-from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
 from tether.report.read import REWARD_EVALUATION
 from tether.rewards.base import checked, score_sequences
 from tether.rewards.reading import READS_TO
 from tether.stages import training
 from tether.stages.begin import begin, check_stage
-from tether.stages.engine import StageEngine
-from tether.stages.run import OnProgress, Stop, Tell
+from tether.stages.run import OnProgress, StageRun, Stop, Tell
 from tether.stages.same_run import Rows, check_same_data, fingerprints
 from tether.stages.start import (
     base_of,
@@ -110,7 +108,7 @@ def train_reward_model(
     run = begin(config, "reward", check, read_now, tell)
     if run.is_finished:
         return RewardStageResult(config.output_dir, {})
-    config, dist, tell, precision = run.config, run.dist, run.tell, run.precision
+    config, dist, tell = run.config, run.dist, run.tell
     tokenizer, data = dist.main_first(lambda: load_data(config))
     tell(f"pairs: {data.note}")
     tell(f"the first query and its better answer: {tokenizer.decode(data.train[0].chosen_ids)!r}")
@@ -118,7 +116,7 @@ def train_reward_model(
     dist.each(lambda: check_same_data(run.checkpoint, read))
     set_seed(config.train.seed)
     before = dist.each(lambda: start_adapter(config.model))
-    model = dist.each(lambda: start_model(config.model, before, precision=precision, device=dist.device))
+    model = dist.each(lambda: start_model(config.model, before, precision=run.precision, device=dist.device))
     processor = dist.each(lambda: processor_of(config.model, model))
     vocab_size = model.config.get_text_config().vocab_size
     tokenizer.pad_token = dist.each(lambda: spare_token(tokenizer, data.token_ids, vocab_size))
@@ -133,16 +131,7 @@ def train_reward_model(
 
         def evaluation(step: int) -> dict[str, Any]:
             if step not in evaluations:
-                batch_size = 2 * config.train.micro_batch_size
-                made = evaluate(
-                    model,
-                    data.held_out,
-                    batch_size=batch_size,
-                    dist=dist,
-                    engine=run.engine,
-                    precision=precision,
-                    center=config.train.center_rewards_coefficient,
-                )
+                made = evaluate(model, data.held_out, run)
                 evaluations.clear()
                 evaluations[step] = made
             return evaluations[step]
@@ -161,8 +150,15 @@ def train_reward_model(
         }
         last = trainer.state.global_step
         is_told, result = kept in evaluations or kept != last, evaluation(kept)
-        full, folder = run.engine.full(model), config.output_dir
-        dist.by_main(lambda: _write(model, full, tokenizer, processor, folder, result, last=last, kept=kept))
+        full = run.engine.full(model)
+
+        def write() -> None:
+            with written_into(config.output_dir) as folder:
+                training.save(model, tokenizer, folder, full, processor)
+                (folder / REWARD_EVALUATION).write_text(json.dumps(result, indent=1), encoding="utf-8")
+                training.write_end(folder, config.output_dir, last=last, kept=kept, evaluation=result["metrics"])
+
+        dist.by_main(write)
         if not is_told:
             watch.trackers.log(_told(result), last)
         return RewardStageResult(config.output_dir, metrics | _told(result), result["accuracy_by_length"])
@@ -377,23 +373,16 @@ def _dataset(pairs: Sequence[Pair]) -> Dataset:
     )
 
 
-# Evaluation and saving
+# Evaluation
 
 
 def evaluate(
-    model: PreTrainedModel | PeftModel,
-    pairs: Sequence[Pair],
-    *,
-    batch_size: int,
-    dist: Dist,
-    engine: StageEngine,
-    precision: torch.dtype | None,
-    center: float,
+    model: PreTrainedModel | PeftModel, pairs: Sequence[Pair], run: StageRun[RewardStageConfig]
 ) -> dict[str, Any]:
     """Rewards of held-out pairs, scored as by reward sources in PPO, and how often the better answer wins. Each process
     scores its share; if all take part in each forward pass, one with a smaller share scores an answer twice.
 
-        loss     = mean of the training loss, with its coefficient ``center``
+        loss     = mean of the training loss
         accuracy = share of pairs with r(chosen) > r(rejected)
         margin   = mean of r(chosen) − r(rejected)
 
@@ -401,18 +390,18 @@ def evaluate(
     longer or the shorter one: a judge of length alone is perfect on one of these and useless on the other.
     """
     classifier = model.get_base_model() if isinstance(model, PeftModel) else model
-    causal = is_causal(classifier.base_model)
+    causal, dist, train = is_causal(classifier.base_model), run.dist, run.config.train
 
     @torch.no_grad()
     def score_batch(ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
-        with nullcontext() if precision is None else torch.autocast(dist.device.type, precision):
+        with nullcontext() if run.precision is None else torch.autocast(dist.device.type, run.precision):
             trunk, head = classifier.base_model, classifier.score
             return last_token_scores(trunk, head, ids, mask, position_ids, causal=causal)
 
     answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
     mine, most = dist.share(len(answers)), math.ceil(len(answers) / dist.num_processes)
-    own = [answers[i] for i in mine] + answers[: most - len(mine) if engine.in_step else 0]
-    options = {"batch_size": batch_size, "device": dist.device, "through": engine.host}
+    own = [answers[i] for i in mine] + answers[: most - len(mine) if run.engine.in_step else 0]
+    options = {"batch_size": 2 * train.micro_batch_size, "device": dist.device, "through": run.engine.host}
     shares = dist.together(lambda: score_sequences(own, score_batch, **options)[: len(mine)])
     scores = checked([score for share in shares for score in share], len(answers), "the trained reward model")
     rows = [
@@ -425,7 +414,8 @@ def evaluate(
         }
         for pair, (chosen, rejected) in zip(pairs, zip(scores[::2], scores[1::2], strict=True), strict=True)
     ]
-    return {"metrics": pair_metrics(rows, center), "accuracy_by_length": accuracy_by_length(rows), "pairs": rows}
+    metrics = pair_metrics(rows, train.center_rewards_coefficient)
+    return {"metrics": metrics, "accuracy_by_length": accuracy_by_length(rows), "pairs": rows}
 
 
 def pair_metrics(rows: Sequence[Mapping[str, Any]], center: float = 0.0) -> dict[str, float]:
@@ -470,28 +460,3 @@ def accuracy_by_length(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 def _accuracy(rows: Sequence[Mapping[str, Any]]) -> float:
     return pair_accuracy([row["chosen"] - row["rejected"] for row in rows])
-
-
-def _write(
-    model: PreTrainedModel | PeftModel,
-    full: Mapping[str, Tensor] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    processor: Mapping[str, bytes],
-    output_dir: Path,
-    evaluation: Mapping[str, Any],
-    *,
-    last: int,
-    kept: int,
-) -> None:
-    """Writes the results of the run, all of them or none.
-
-    Args:
-        full: as in ``training.save``.
-        evaluation: result of ``evaluate`` on the model.
-        last, kept: as in ``write_end``.
-    """
-    with written_into(output_dir) as folder:
-        training.save(model, tokenizer, folder, full)
-        write_processor(processor, folder)
-        (folder / REWARD_EVALUATION).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
-        training.write_end(folder, output_dir, last=last, kept=kept, evaluation=evaluation["metrics"])

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
 from tether.config.load import check_kind
@@ -30,7 +29,6 @@ from tether.errors import DataError, ModelError
 from tether.machine.distributed import lost_told
 from tether.models.adapters import DEFAULT, place_adapter
 from tether.models.loading import load_causal_lm
-from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
 from tether.models.tokenizer import end_at
 from tether.stages import training
@@ -113,15 +111,25 @@ def train_sft(
             kept = trainer.state.global_step if watch.interrupted else training.keep_best(run, trainer, model)
         if watch.interrupted is not None:
             return SftResult(config.output_dir, data.counts, watch.interrupted)
+        evaluation = _evaluation(trainer, kept)
         metrics = {
             **data.counts,
             "train_loss": dist.by_main(lambda: training.last_loss(config)),
             "time/train_s": time.perf_counter() - start,
-            **_evaluation(trainer, kept),
+            **evaluation,
         }
         end_at(model, data.end_ids)
         full = run.engine.full(model)
-        dist.by_main(lambda: _write(model, full, data.tokenizer, processor, config.output_dir, trainer, kept))
+
+        def write() -> None:
+            with written_into(config.output_dir) as folder:
+                training.save(model, data.tokenizer, folder, full, processor)
+                if isinstance(model, PeftModel):  # a full model's is saved with it
+                    model.generation_config.save_pretrained(folder)
+                last = trainer.state.global_step
+                training.write_end(folder, config.output_dir, last=last, kept=kept, evaluation=evaluation)
+
+        dist.by_main(write)
         return SftResult(config.output_dir, metrics)
 
 
@@ -273,7 +281,7 @@ def _settings_kept(model: PreTrainedModel | PeftModel) -> Iterator[None]:
         base.config, base.generation_config = settings, generation
 
 
-# Training and saving
+# Training
 
 
 def _trainer(model: PreTrainedModel | PeftModel, data: SftData, watch: Watch) -> Trainer:
@@ -314,27 +322,3 @@ def _evaluation(trainer: Trainer, step: int) -> Mapping[str, float]:
     rows = (row for row in reversed(trainer.state.log_history) if "eval_loss" in row and row["step"] == step)
     row = next(rows, {})
     return {name: row[name] for name in ("eval_loss", "eval_mean_token_accuracy") if name in row}
-
-
-def _write(
-    model: PreTrainedModel | PeftModel,
-    full: Mapping[str, Tensor] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    processor: Mapping[str, bytes],
-    output_dir: Path,
-    trainer: Trainer,
-    kept: int,
-) -> None:
-    """Writes the results of the run, all of them or none.
-
-    Args:
-        full: as in ``training.save``.
-        kept: number of steps that the model was trained for.
-    """
-    with written_into(output_dir) as folder:
-        training.save(model, tokenizer, folder, full)
-        if isinstance(model, PeftModel):  # a full model's is saved with it
-            model.generation_config.save_pretrained(folder)
-        write_processor(processor, folder)
-        ended = {"last": trainer.state.global_step, "kept": kept, "evaluation": _evaluation(trainer, kept)}
-        training.write_end(folder, output_dir, **ended)

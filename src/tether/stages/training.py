@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tether.machine.claim import claimed
 from tether.metrics.trackers import trackers_of
 from tether.metrics.writers import JsonlWriter, read_jsonl, write_whole
 from tether.models.checkpoints import METRICS, way_on
+from tether.models.preprocessing import write_processor
 from tether.models.saving import may_run_out
 from tether.report.card import write_card
 from tether.report.read import FINISHED
@@ -152,11 +154,13 @@ def save(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     full: Mapping[str, Tensor] | None = None,
+    processor: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Writes a model and its tokenizer, to be loaded with transformers or PEFT.
 
     Args:
         full: its weights if an engine has sharded them; None: those of the live model.
+        processor: files that a multimodal model needs besides.
     """
     if isinstance(model, PeftModel):
         model.save_pretrained(folder, save_embedding_layers=False, state_dict=full)
@@ -164,6 +168,7 @@ def save(
     else:
         model.save_pretrained(folder, state_dict=full)
     tokenizer.save_pretrained(folder)
+    write_processor(processor, folder)
 
 
 def write_end(folder: Path, output_dir: Path, *, last: int, kept: int, evaluation: Mapping[str, float]) -> None:

@@ -29,6 +29,7 @@ from tether.data.collate import pad_left
 from tether.errors import ConfigError, ModelError
 from tether.models import classifiers, device, tokenizer
 from tether.models.classifiers import (
+    check_adapter_head,
     check_classifier,
     check_value_head,
     classifier_on,
@@ -42,6 +43,7 @@ from tether.models.forward import last_token_scores
 from tether.models.heads import ScalarHead
 from tether.models.loading import load_causal_lm
 from tether.models.paths import check_model_path, is_adapter, is_same_model, own_weights
+from tether.models.saving import merge_adapter
 from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 
 ROWS = [[5, 7, 8, 9, EOS], [8, EOS], [5, 11, 12, 13, 14, 6, 7]]
@@ -168,6 +170,22 @@ def test_labels_of_a_model_on_the_hub_are_looked_at_too(monkeypatch):
     check_classifier("lab/judge", "rewards.0.path", revision="v2", label="LABEL_1", label_key="rewards.0.label")
     two.num_labels = 1
     check_classifier("lab/judge", "rewards.0.path", revision="v2")
+
+
+def test_labels_are_counted_in_the_weights_whatever_the_configuration_says_of_the_model(tmp_path):
+    path = save_model(tmp_path / "judge", num_labels=2)
+    edit_json(path / "config.json", lambda config: config.update(architectures=["LlamaForCausalLM"]))
+    with pytest.raises(ModelError, match=r"^rewards\.0\.path: .* is a classifier with 2 labels; .*rewards\.0\.label"):
+        check_classifier(str(path), "rewards.0.path", label_key="rewards.0.label")
+    check_classifier(str(path), "rewards.0.path", label=1, label_key="rewards.0.label")
+    base = save_model(tmp_path / "base", tied=False)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+    wrapped(model, LoraConfig(task_type="SEQ_CLS", target_modules="all-linear")).save_pretrained(tmp_path / "adapter")
+    told = r"^rewards\.0\.path: .* is the adapter of a classifier with 2 labels; wanted one label"
+    for check in (check_classifier, check_adapter_head):
+        with pytest.raises(ModelError, match=told):
+            check(str(tmp_path / "adapter"), "rewards.0.path")
+    check_classifier(str(tmp_path / "adapter"), "rewards.0.path", label=1)
 
 
 def test_several_labels_are_refused_by_number(tmp_path):
@@ -328,6 +346,27 @@ def test_checkpoints_of_the_reward_stage_load_as_its_final_folder_does(tmp_path,
     (checkpoint / "optimizer.pt").touch()
     for path in (final, checkpoint):
         assert torch.equal(load_value_head_model(str(path), **FP32)[1].weight, HEAD["v_head.summary.weight"])
+
+
+def test_the_value_head_that_trl_saves_beside_an_adapter_is_read(tmp_path):
+    """Also from the adapter's merged model; beside a full model, the file holds all weights."""
+    path = save_value_head(tmp_path, form="adapter", pickled=True)
+    (path / "value_head.bin").rename(path / "pytorch_model.bin")
+    check_value_head(str(path), "rewards.0.path")
+    ids = [5, 7, 8]
+    expected = plain_value(path, ids)
+    merge_adapter(str(path), tmp_path / "merged")
+    for folder in (path, tmp_path / "merged"):
+        model, head = load_value_head_model(str(folder), **FP32)
+        with torch.no_grad():
+            state = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
+            assert head(state).item() == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(ModelError, match=r"keeps its head in pytorch_model\.bin, .* set type value_head"):
+        check_classifier(str(path), "rewards.0.path")
+    full = save_value_head(tmp_path / "full", pickled=True)
+    (full / "value_head.bin").rename(full / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"value_head\.bin is missing"):
+        check_value_head(str(full), "rewards.0.path")
 
 
 def test_a_missing_value_head_is_named_with_the_command_that_writes_it(tmp_path):

@@ -1057,6 +1057,25 @@ def test_weights_that_cannot_learn_are_refused(tmp_path, change, message):
         trainer(tmp_path, **change(tmp_path))
 
 
+def half_way(model):
+    """A model whose first layer is in bfloat16."""
+    model.base_model.layers[0].to(torch.bfloat16)
+    return model
+
+
+@pytest.mark.parametrize("role", ["model", "ref_model", "value_model", "reward_model"])
+def test_layers_of_several_types_that_cannot_compute_are_told(tmp_path, role):
+    make = policy if role in ("model", "ref_model") else classifier
+    told = rf"^{role}.*: has weights of the types torch\.bfloat16, torch\.float32, which its layers .*; wanted one type"
+    with pytest.raises(ConfigError, match=told):
+        trainer(tmp_path, **{role: half_way(make(tmp_path))})
+
+
+def test_layers_of_several_types_may_compute_under_autocast(tmp_path):
+    args = arguments(tmp_path, total_episodes=8, bf16=True)
+    trainer(tmp_path, args=args, model=half_way(policy(tmp_path)), value_model=half_way(classifier(tmp_path))).train()
+
+
 def test_weights_in_bfloat16_are_told_where_they_train(tmp_path, caplog):
     trainer(tmp_path, model=policy(tmp_path).bfloat16(), peft_config=lora())
     assert "bfloat16" not in caplog.text

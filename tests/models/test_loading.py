@@ -1,5 +1,6 @@
 """From paths to tokenizers and models: nothing random, nothing dropped, and messages that say what is wrong."""
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,9 @@ from tether.config.stage import StageTrainConfig
 from tether.data.collate import pad_left
 from tether.errors import ConfigError, ModelError
 from tether.models import classifiers, device, tokenizer
+from tether.models.adapters import changed_config, read_adapter, with_settings
 from tether.models.classifiers import (
+    check_adapter_head,
     check_classifier,
     check_value_head,
     classifier_on,
@@ -40,8 +43,9 @@ from tether.models.classifiers import (
 from tether.models.device import bf16_supported, half_dtype
 from tether.models.forward import last_token_scores
 from tether.models.heads import ScalarHead
-from tether.models.loading import load_causal_lm
+from tether.models.loading import load_causal_lm, load_config
 from tether.models.paths import check_model_path, is_adapter, is_same_model, own_weights
+from tether.models.saving import merge_adapter
 from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 
 ROWS = [[5, 7, 8, 9, EOS], [8, EOS], [5, 11, 12, 13, 14, 6, 7]]
@@ -168,6 +172,64 @@ def test_labels_of_a_model_on_the_hub_are_looked_at_too(monkeypatch):
     check_classifier("lab/judge", "rewards.0.path", revision="v2", label="LABEL_1", label_key="rewards.0.label")
     two.num_labels = 1
     check_classifier("lab/judge", "rewards.0.path", revision="v2")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 15}, r"The hidden size \(15\) is not a multiple of the number of attention heads"),
+        ({"vocab_size": "40"}, r"Field 'vocab_size' expected int, got str \(value: '40'\)"),
+        ({"dtype": "foo"}, r"its files cannot be read \(AttributeError: .*foo'\); wanted those of a model as saved"),
+        ({"id2label": [1]}, r"its files cannot be read \(AttributeError: 'list' object has no attribute 'items'\)"),
+        ({"num_labels": "x"}, r"its files cannot be read \(TypeError: "),
+    ],
+)
+def test_values_that_a_library_cannot_read_are_told_with_the_folder(tmp_path, change, message):
+    path = save_model(tmp_path / "m")
+    edit_json(path / "config.json", lambda config: config.update(change))
+    with pytest.raises(ModelError, match=rf"^{path}: .*{message}"):
+        load_config(str(path))
+
+
+def test_settings_of_an_adapter_that_peft_cannot_read_are_told_with_its_folder(tmp_path):
+    base = save_model(tmp_path / "base", tied=False)
+    path = save_adapter(tmp_path / "adapter", base)
+    for change, message in (
+        ({"r": "4"}, "its files cannot be read .TypeError: "),
+        ({"target_modules": "("}, "missing \\), unterminated subpattern"),
+        ({"target_modules": ["foo"]}, "Target modules .'foo'. not found in the base model"),
+    ):
+        start = read_adapter(str(path))
+        settings = changed_config(start.config, task_type="CAUSAL_LM", **change)
+        with pytest.raises(ModelError, match=rf"^{path}: {message}"):
+            with_settings(load_causal_lm(str(base), **FP32), settings, None, start)
+    edit_json(path / "adapter_config.json", lambda config: config.update(base_model_name_or_path=3))
+    with pytest.raises(ModelError, match=rf"^{path}: base_model_name_or_path in adapter_config\.json is 3; wanted"):
+        own_weights(str(path))
+
+
+@pytest.mark.parametrize("ends", ["x", ["</s>"]])
+def test_end_tokens_of_a_generation_config_are_ids(tmp_path, ends):
+    path = save_model(tmp_path / "m")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(ModelError, match=rf"^{path}: generation_config\.json has eos_token_id .*; wanted an id"):
+        load_generation_config(str(path))
+
+
+def test_labels_are_counted_in_the_weights_whatever_the_configuration_says_of_the_model(tmp_path):
+    path = save_model(tmp_path / "judge", num_labels=2)
+    edit_json(path / "config.json", lambda config: config.update(architectures=["LlamaForCausalLM"]))
+    with pytest.raises(ModelError, match=r"^rewards\.0\.path: .* is a classifier with 2 labels; .*rewards\.0\.label"):
+        check_classifier(str(path), "rewards.0.path", label_key="rewards.0.label")
+    check_classifier(str(path), "rewards.0.path", label=1, label_key="rewards.0.label")
+    base = save_model(tmp_path / "base", tied=False)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+    wrapped(model, LoraConfig(task_type="SEQ_CLS", target_modules="all-linear")).save_pretrained(tmp_path / "adapter")
+    told = r"^rewards\.0\.path: .* is the adapter of a classifier with 2 labels; wanted one label"
+    for check in (check_classifier, check_adapter_head):
+        with pytest.raises(ModelError, match=told):
+            check(str(tmp_path / "adapter"), "rewards.0.path")
+    check_classifier(str(tmp_path / "adapter"), "rewards.0.path", label=1)
 
 
 def test_several_labels_are_refused_by_number(tmp_path):
@@ -328,6 +390,27 @@ def test_checkpoints_of_the_reward_stage_load_as_its_final_folder_does(tmp_path,
     (checkpoint / "optimizer.pt").touch()
     for path in (final, checkpoint):
         assert torch.equal(load_value_head_model(str(path), **FP32)[1].weight, HEAD["v_head.summary.weight"])
+
+
+def test_the_value_head_that_trl_saves_beside_an_adapter_is_read(tmp_path):
+    """Also from the adapter's merged model; beside a full model, the file holds all weights."""
+    path = save_value_head(tmp_path, form="adapter", pickled=True)
+    (path / "value_head.bin").rename(path / "pytorch_model.bin")
+    check_value_head(str(path), "rewards.0.path")
+    ids = [5, 7, 8]
+    expected = plain_value(path, ids)
+    merge_adapter(str(path), tmp_path / "merged")
+    for folder in (path, tmp_path / "merged"):
+        model, head = load_value_head_model(str(folder), **FP32)
+        with torch.no_grad():
+            state = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
+            assert head(state).item() == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(ModelError, match=r"keeps its head in pytorch_model\.bin, .* set type value_head"):
+        check_classifier(str(path), "rewards.0.path")
+    full = save_value_head(tmp_path / "full", pickled=True)
+    (full / "value_head.bin").rename(full / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"value_head\.bin is missing"):
+        check_value_head(str(full), "rewards.0.path")
 
 
 def test_a_missing_value_head_is_named_with_the_command_that_writes_it(tmp_path):

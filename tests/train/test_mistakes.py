@@ -92,6 +92,11 @@ def mixture(folder):
     return str(folder)
 
 
+def lm_adapter(folder):
+    """An adapter of a language model."""
+    return str(save_adapter(folder / "adapter", save_tiny(folder / "base", tied=False)))
+
+
 MISTAKES = {
     "prompt beyond the vocabulary": (
         lambda f: {"model__path": foreign_tokenizer(f / "m"), "data__chat_template": "none"},
@@ -125,6 +130,10 @@ MISTAKES = {
     "a language model as critic": (
         lambda f: {"value__kind": "model", "value__init": str(save_tiny(f / "critic"))},
         r"^value\.init: .*/critic holds no scalar head",
+    ),
+    "a language model's adapter as critic": (
+        lambda f: {"value": {"kind": "adapter", "init": lm_adapter(f)}, "model__lora": {}},
+        r"^value\.init: .*/adapter is an adapter without a head \(task_type CAUSAL_LM\)",
     ),
     "a critic from a function": (
         lambda f: {"value__kind": "model", "value__init": "reward"},

@@ -225,6 +225,28 @@ def with_adapter(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
         return with_quick_products(kind(with_plain_products(model), config, DEFAULT))
 
 
+def with_settings(
+    model: PreTrainedModel, settings: PeftConfig, lora: LoraConfig | None, start: Adapter | None
+) -> PeftModel:
+    """``with_adapter`` for the policy of a run.
+
+    Args:
+        lora: the configuration that the settings are from; needed without ``start``.
+        start: the adapter that is trained further, whose settings they are; its weights are not loaded here.
+
+    Raises:
+        ConfigError: the configured settings do not fit the model.
+        ModelError: those of the adapter do not.
+    """
+    if start is not None:
+        with model_errors(start.path):
+            return with_adapter(model, settings)
+    try:
+        return with_adapter(model, settings)
+    except ValueError as error:
+        raise ConfigError(f"model.lora.target_modules: got {lora.target_modules}: {error}") from error
+
+
 def place_adapter(model: PeftModel, name: str, adapter: Adapter) -> None:
     """Loads the weights of ``adapter`` into the adapter ``name`` of ``model``.
 
@@ -298,7 +320,8 @@ def add_reward(model: PeftModel, name: str, path: str, base_source: str, *, floa
     check_beside(path, adapter.config, next(iter(model.peft_config.values())).peft_type, base_source)
     head = head_from(reward_head(adapter), state_size(model.get_base_model()), path)
     config = changed_config(adapter.config, task_type="CAUSAL_LM", inference_mode=False)
-    with_plain_products(model).add_adapter(name, config)
+    with model_errors(path):
+        with_plain_products(model).add_adapter(name, config)
     with_quick_products(model)
     fill_adapter(model, name, adapter, float32=float32)
     return head

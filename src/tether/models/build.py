@@ -25,15 +25,15 @@ from tether.models.adapters import (
     grown,
     peft_lora_config,
     read_adapter,
-    with_adapter,
+    with_settings,
 )
 from tether.models.bitsandbytes import FewBits, is_quantized
-from tether.models.classifiers import classifier_on, load_classifier, pools_otherwise
+from tether.models.classifiers import check_adapter_head, classifier_on, load_classifier, pools_otherwise
 from tether.models.compiled import compile_layers
 from tether.models.device import weight_dtype
 from tether.models.fit import without_row
 from tether.models.forward import check_causal, head_matches
-from tether.models.heads import ScalarHead, state_size, with_bias
+from tether.models.heads import ScalarHead, state_size, value_head_file, with_bias
 from tether.models.layers import num_rows, parameters_above
 from tether.models.loading import load_causal_lm, load_config
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, is_adapter, own_weights
@@ -165,10 +165,7 @@ def _lora_roles(
         settings = changed_config(
             start.config, base_model_name_or_path=base_source, task_type="CAUSAL_LM", inference_mode=False
         )
-    try:
-        adapted = with_adapter(base, settings)
-    except ValueError as error:
-        raise ConfigError(f"model.lora.target_modules: {error}") from error
+    adapted = with_settings(base, settings, lora, start)
     if start is not None:
         fill_adapter(adapted, DEFAULT, start, float32=autocast_dtype is not None)
     trained = adapter_parameters(adapted, DEFAULT)
@@ -280,6 +277,8 @@ def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Crit
             f"value.init: {init} holds no {ADAPTER_CONFIG}; a critic of kind adapter is copied from a reward "
             "adapter on the policy's base. Set value.kind to model for a sequence classifier"
         )
+    if kind == "adapter" and value_head_file(init) is None:
+        check_adapter_head(init, "value.init")
     source = CriticSource(init, trust_remote_code=config.model.trust_remote_code)
     if kind == "model" and (why_not := _no_critic(source, config, tokenizer)):
         raise ConfigError(f"value.init: {why_not}; set value.init to policy")

@@ -26,6 +26,7 @@ from tether.models.adapters import MODULE_PREFIX, Adapter, adapter_shapes, chang
 from tether.models.bitsandbytes import FewBits, placement, whole
 from tether.models.fit import has_few_bits, is_classifier
 from tether.models.heads import (
+    BESIDE_ADAPTER,
     HEAD_NAMES,
     VALUE_HEAD_FILES,
     ScalarHead,
@@ -45,6 +46,7 @@ from tether.models.loading import (
     load_config,
 )
 from tether.models.paths import (
+    ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     MODEL_WEIGHTS,
     downloaded,
@@ -291,21 +293,23 @@ def check_classifier(
     folder = Path(path)
     if (beside := value_head_file(folder)) is not None:
         raise ModelError(
-            f"{key}: {path} keeps its head in {beside.name}, as LLaMA-Factory does; wanted a model with a head of its "
-            "own. To use it as a reward, set type value_head"
+            f"{key}: {path} keeps its head in {beside.name}, as LLaMA-Factory and TRL do; wanted a model with a head "
+            "of its own. To use it as a reward, set type value_head"
         )
     if is_adapter(path, revision):
-        check_adapter_head(path, key, revision)
+        check_adapter_head(path, key, revision, num_labels=None if label is not None else 1)
         return
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
     if label is not None:
         label_number(config, label, f"{label_key}: {path}")
-    elif is_classifier(config) and config.num_labels != 1:
-        names = ", ".join(map(str, config.id2label.values()))
-        way_out = "" if label_key is None else f", or {label_key}, the label whose logit is the score: {names}"
-        raise ModelError(
-            f"{key}: {path} is a classifier with {config.num_labels} labels; wanted one label (num_labels=1){way_out}"
-        )
+    else:
+        count = _num_outputs(folder) or (config.num_labels if is_classifier(config) else 1)
+        if count != 1:
+            names = ", ".join(map(str, config.id2label.values()))
+            way_out = "" if label_key is None else f", or {label_key}, the label whose logit is the score: {names}"
+            raise ModelError(
+                f"{key}: {path} is a classifier with {count} labels; wanted one label (num_labels=1){way_out}"
+            )
     names = _tensor_names(folder)
     if names and not _has_head(names):
         raise ModelError(
@@ -313,12 +317,22 @@ def check_classifier(
         )
 
 
-def check_adapter_head(path: str, key: str, revision: str | None = None) -> None:
-    """Raises ``ModelError`` if an adapter has no head, by its weights, or by its settings if those are not local."""
+def check_adapter_head(path: str, key: str, revision: str | None = None, *, num_labels: int | None = 1) -> None:
+    """Raises ``ModelError`` if an adapter has no head, by its weights, or by its settings if those are not local.
+
+    Args:
+        num_labels: what its head must have, if its weights are local; None for any number.
+    """
     with model_errors(path):
         settings = PeftConfig.from_pretrained(path, revision=revision)
     is_here = (Path(path) / ADAPTER_WEIGHTS[0]).is_file()
-    names = [name.removeprefix(MODULE_PREFIX) for name in adapter_shapes(path)] if is_here else []
+    shapes = adapter_shapes(path) if is_here else {}
+    names = [name.removeprefix(MODULE_PREFIX) for name in shapes]
+    counts = [shapes[name][0] for name in shapes if name.removeprefix(MODULE_PREFIX) in OUTPUT_LAYERS]
+    if num_labels is not None and counts and counts[0] != num_labels:
+        raise ModelError(
+            f"{key}: {path} is the adapter of a classifier with {counts[0]} labels; wanted one label (num_labels=1)"
+        )
     kept = names or [f"{name}.weight" for name in getattr(settings, "modules_to_save", None) or ()]
     is_known = bool(names) or settings.task_type not in ("SEQ_CLS", None)
     if is_known and not _has_head(kept):
@@ -368,7 +382,8 @@ def load_value_head_model(
     """Loads the language model in ``path`` and the value head beside it, as LLaMA-Factory saves reward models.
 
     The folder holds a full causal language model, or a PEFT adapter of one, and ``value_head.safetensors`` or
-    ``value_head.bin`` with ``v_head.summary.weight`` and ``v_head.summary.bias``.
+    ``value_head.bin`` with ``v_head.summary.weight`` and ``v_head.summary.bias``. Beside an adapter, the file may also
+    be ``pytorch_model.bin``, as TRL saves models with a value head.
 
     Args:
         options: as ``load_causal_lm`` takes them.
@@ -376,7 +391,8 @@ def load_value_head_model(
     Raises:
         ModelError: the model or its head is missing, or they do not fit together.
     """
-    head = read_value_head(downloaded(path, revision, VALUE_HEAD_FILES))
+    files = (*VALUE_HEAD_FILES, *((ADAPTER_CONFIG, BESIDE_ADAPTER) if is_adapter(path, revision) else ()))
+    head = read_value_head(downloaded(path, revision, files))
     model = load_causal_lm(path, revision=revision, **options)
     return model, head_from(head, state_size(model), path)
 
@@ -404,6 +420,17 @@ def _tensor_names(folder: Path) -> list[str]:
                 with safe_open(file, framework="pt") as tensors:
                     names += tensors.keys()
     return names
+
+
+def _num_outputs(folder: Path) -> int | None:
+    """Number of rows of the head in a folder's safetensors files; None if there is no head."""
+    with model_errors(str(folder)):
+        for file in weight_files(folder):
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as tensors:
+                    for name in set(tensors.keys()) & set(OUTPUT_LAYERS):
+                        return tensors.get_slice(name).get_shape()[0]
+    return None
 
 
 def classifier_on(model: PreTrainedModel) -> PreTrainedModel:

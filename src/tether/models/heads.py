@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.errors import ModelError
-from tether.models.paths import some_of
+from tether.models.paths import ADAPTER_CONFIG, some_of
 
 VALUE_HEAD_FILES = ("value_head.safetensors", "value_head.bin")
 """Files in which LLaMA-Factory saves the head of a reward model, beside the language model or its adapter."""
+BESIDE_ADAPTER = "pytorch_model.bin"
+"""The file in which TRL saves the head of a model with a value head, beside the model's adapter."""
 HEAD_NAMES = ("score", "v_head", "v_head.summary", "value_head", "value_head.summary", "reward_head")
 """Modules that hold the head in checkpoints of transformers, TRL, LLaMA-Factory, OpenRLHF and others."""
 
@@ -93,7 +95,8 @@ def state_size(model: PreTrainedModel) -> int:
 
 def value_head_file(folder: Path | str) -> Path | None:
     """The file in ``folder`` that holds a value head separately from its model, if there is one."""
-    return next((Path(folder) / name for name in VALUE_HEAD_FILES if (Path(folder) / name).is_file()), None)
+    names = (*VALUE_HEAD_FILES, *([BESIDE_ADAPTER] if (Path(folder) / ADAPTER_CONFIG).is_file() else []))
+    return next((Path(folder) / name for name in names if (Path(folder) / name).is_file()), None)
 
 
 def read_value_head(folder: Path | str) -> dict[str, Tensor]:

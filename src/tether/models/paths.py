@@ -12,6 +12,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.errors import StrictDataclassError
 from peft import PeftConfig
 from safetensors import SafetensorError
 from transformers.utils import find_adapter_config_file
@@ -22,6 +23,12 @@ from tether.models.gguf import check_gguf, gguf_source
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base"
 """Folder in ``output_dir`` for the base of an adapter that was trained on a GGUF model."""
+TOLD = (
+    ImportError, OSError, ValueError, RuntimeError, AssertionError, SafetensorError, StrictDataclassError, re.error,
+)  # fmt: skip
+"""Errors of libraries that say what is wrong with a model's files."""
+UNTOLD = (KeyError, AttributeError, TypeError, ArithmeticError)
+"""Errors of libraries that do not."""
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MODEL_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 BLOCKS, BLOCK = 256, 4096
@@ -92,8 +99,10 @@ def own_weights(path: str, revision: str | None = None) -> tuple[str, str | None
         return path, revision
     with model_errors(path):
         config = PeftConfig.from_pretrained(path, revision=revision)
-    if not config.base_model_name_or_path:
-        raise ModelError(f"{path}: base_model_name_or_path in {ADAPTER_CONFIG} is empty; wanted the adapter's base")
+    base = config.base_model_name_or_path
+    if not base or not isinstance(base, str):
+        told = "empty" if not base else repr(base)
+        raise ModelError(f"{path}: base_model_name_or_path in {ADAPTER_CONFIG} is {told}; wanted the adapter's base")
     return base_in_place(config.base_model_name_or_path, path), config.revision
 
 
@@ -204,6 +213,9 @@ def model_errors(path: str) -> Iterator[None]:
             f"{path}: its pickled weights contain more than tensors and could run code when they are read; wanted "
             "safetensors"
         ) from error
-    except (ImportError, OSError, ValueError, KeyError, RuntimeError, AssertionError, SafetensorError) as error:
+    except (*TOLD, *UNTOLD) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"{path}: {' '.join(line.strip() for line in reason[:4])}") from error
+        told = " ".join(line.strip() for line in reason[:4])
+        if isinstance(error, UNTOLD):  # by a library that took a value of the files as it is
+            told = f"its files cannot be read ({type(error).__name__}: {told}); wanted those of a model as saved"
+        raise ModelError(f"{path}: {told}") from error

@@ -29,7 +29,7 @@ from tether.models.adapters import (
 )
 from tether.models.build import pad_as
 from tether.models.classifiers import classifier_on, load_merged_classifier
-from tether.models.heads import value_head_file
+from tether.models.heads import BESIDE_ADAPTER, VALUE_HEAD_FILES, value_head_file
 from tether.models.loading import load_causal_lm
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_model_path, is_adapter, model_errors
 from tether.models.preprocessing import read_processor, write_processor
@@ -242,8 +242,8 @@ def merge_adapter(
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         write_processor(processor, partial)
-        if (head := value_head_file(path)) is not None:  # LLaMA-Factory saves one beside its reward adapters
-            shutil.copy2(head, partial / head.name)
+        if (head := value_head_file(path)) is not None:  # LLaMA-Factory and TRL save one beside their adapters
+            shutil.copy2(head, partial / (VALUE_HEAD_FILES[1] if head.name == BESIDE_ADAPTER else head.name))
         also(partial)
 
 

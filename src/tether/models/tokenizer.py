@@ -94,11 +94,21 @@ def load_generation_config(path: str, *, revision: str | None = None) -> Generat
     for place, at in dict.fromkeys([(path, revision), own_weights(path, revision)]):
         folder = place_of(place)[0]
         try:
-            return GenerationConfig.from_pretrained(folder, revision=at)
-        except OSError as error:
+            with model_errors(place):
+                read = GenerationConfig.from_pretrained(folder, revision=at)
+        except ModelError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
             if (file := Path(folder) / GENERATION_CONFIG_NAME).is_file():
                 told = f"{file}: cannot be read, but may name the tokens that end answers"
-                raise ModelError(f"{told}: {error}") from error
+                raise ModelError(f"{told}: {error.__cause__}") from error
+            continue
+        ends = read.eos_token_id
+        if ends is not None and not all(isinstance(end, int) for end in (ends if isinstance(ends, list) else [ends])):
+            raise ModelError(
+                f"{place}: {GENERATION_CONFIG_NAME} has eos_token_id {ends!r}; wanted an id, or a list of ids"
+            )
+        return read
     return None
 
 

@@ -23,7 +23,7 @@ from tether.models.adapters import (
     grown,
     peft_lora_config,
     read_adapter,
-    with_adapter,
+    with_settings,
 )
 from tether.models.chat import check_template_kwargs, templated
 from tether.models.device import weight_dtype
@@ -158,10 +158,7 @@ def with_lora(
     modules = [*(settings.modules_to_save or ()), *([kept] if kept else [])]
     changes = {"base_model_name_or_path": absolute_source(path), "revision": of["revision"], "inference_mode": False}
     settings = changed_config(settings, task_type=task_type, modules_to_save=modules or None, **changes)
-    try:
-        made = with_adapter(model, settings)
-    except ValueError as error:
-        raise ConfigError(f"model.lora.target_modules: got {config.lora.target_modules}: {error}") from error
+    made = with_settings(model, settings, config.lora, start)
     for parameter in made.parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
             parameter.data = parameter.data.float()  # a copy of a full module; loss scaling needs float32 gradients

@@ -30,6 +30,7 @@ from tether.models.adapters import (
 from tether.models.bitsandbytes import is_quantized
 from tether.models.build import check_token_ids, finished
 from tether.models.device import half_dtype
+from tether.models.forward import few_tokens
 from tether.models.heads import ScalarHead
 from tether.models.layers import num_rows
 from tether.models.paths import absolute_source, model_errors, some_of
@@ -203,6 +204,18 @@ class Models:
                     "rounded away: %s", name, told.format("bf16", "bfloat16")
                 )  # fmt: skip
 
+    def check_passes(self, autocast_dtype: torch.dtype | None) -> None:
+        """Raises ``ConfigError`` if a model has weights of types that its layers cannot multiply with each other.
+
+        Args:
+            autocast_dtype: of the run's forward passes, None without autocast.
+        """
+        score = _score(self.value)
+        for name, model in self.read.items():
+            trunk = model.base_model if name == "value_model" else model
+            head = None if name != "value_model" or isinstance(score, nn.Linear) else score
+            check_pass(trunk, name, autocast_dtype, head)
+
     def _to_train(self) -> dict[str, nn.Parameter]:
         """The policy's trainable parameters; those of ``peft_config`` are created later, in float32."""
         if isinstance(self.policy, PeftModel):
@@ -373,6 +386,31 @@ def _check_head(model: nn.Module, trunk: PreTrainedModel, name: str, wanted: str
             f"{name}: the score of {kind} gives {got} for hidden states of shape {list(states.shape)}; wanted one "
             "number for each of them, [2, 1]"
         )
+
+
+@torch.no_grad()
+def check_pass(
+    model: PreTrainedModel, name: str, autocast_dtype: torch.dtype | None, head: nn.Module | None = None
+) -> None:
+    """Raises ``ConfigError`` if a model with weights of several types cannot read a few tokens.
+
+    Args:
+        head: what reads its hidden states, if that has a type of its own.
+    """
+    types = {x.dtype for part in (model, head) if part is not None for x in part.parameters() if x.is_floating_point()}
+    if len(types) < 2:
+        return
+    kind, is_on = model.device.type, autocast_dtype is not None
+    try:
+        with torch.autocast(kind, autocast_dtype, enabled=is_on):
+            output = model(input_ids=few_tokens(model), use_cache=False)
+            if head is not None:
+                head(output.last_hidden_state)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{name}: has weights of the types {', '.join(sorted(map(str, types)))}, which its layers cannot compute "
+            f"with ({error}); wanted one type: load it with dtype=torch.float32"
+        ) from error
 
 
 def scalar_head(model: nn.Module) -> nn.Module:

@@ -25,7 +25,15 @@ from tether.compat.trl.data import prompts_of
 from tether.compat.trl.events import Events, LoggedDisplay, PushedSaves, ShownSamples, default_callbacks
 from tether.compat.trl.following import FOLLOWED, Changes
 from tether.compat.trl.former import OF_TRAINER, no_attribute, telling
-from tether.compat.trl.models import Models, check_positions, check_tokens, check_vocabularies, inside, name_of
+from tether.compat.trl.models import (
+    Models,
+    check_pass,
+    check_positions,
+    check_tokens,
+    check_vocabularies,
+    inside,
+    name_of,
+)
 from tether.compat.trl.optimizers import check_optimizers, optimizers_of
 from tether.compat.trl.rewards import Judges, WithoutEnd
 from tether.compat.trl.samples import print_table, send_table
@@ -40,6 +48,7 @@ from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
 from tether.models.checkpoints import check_models_kept, holds_run
+from tether.models.device import half_dtype
 from tether.models.layers import num_rows
 from tether.models.roles import REFERENCE
 from tether.models.saving import check_can_be_made, policy_weights, save_policy, written_into
@@ -157,9 +166,12 @@ class PPOTrainer:
             evaluates=self._evaluates,
             stop_token=stop_token,
         )
-        self._config = with_now(describe(args), now)
-        check_schedule(self._config, args.num_total_batches)
-        check_processes(self._config, dist)
+        self._config = config = with_now(describe(args), now)
+        check_schedule(config, args.num_total_batches)
+        check_processes(config, dist)
+        models.check_passes(half_dtype(config.train, dist.device))
+        for name, judge in judges.models.items():
+            check_pass(judge.base_model, f"reward_model {name}", None)
         self._engine = build_engine(dist)
         check_optimizers(optimizers, self._engine)
         events = default_callbacks(args, callbacks_of(callbacks))

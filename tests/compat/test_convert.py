@@ -123,8 +123,7 @@ output_dir: runs/mine
 """
 KL_LOSS = "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.2"
 LOST = {
-    "openrlhf": {"model": {"trust_remote_code"}, "ppo": {"reward_clip"}, "train": {"lr_scheduler_kwargs"}},
-    "verl": {"train": {"bf16", "adam_epsilon"}},
+    "openrlhf": {"model": {"trust_remote_code"}, "train": {"lr_scheduler_kwargs"}},
 }
 """What the other system has no words for, or needs one for that we leave out."""
 
@@ -682,9 +681,43 @@ class TestFromOurs:
         back = parse_config(converted(written(tmp_path, "launch.sh", script)))
         for section in RunConfig.model_fields:
             before, after = (config.model_dump()[section] for config in (start, back))
-            for key in LOST[to].get(section, ()):
+            for key in LOST.get(to, {}).get(section, ()):
                 before.pop(key), after.pop(key)
             assert after == before, section
+
+    @pytest.mark.parametrize("to", ["openrlhf", "verl"])
+    @pytest.mark.parametrize("critic", ["", "rloo"])
+    def test_what_only_an_unusual_value_or_name_says_comes_back(self, tmp_path, to, critic):
+        ours = "\n".join(line for line in OURS.splitlines() if not critic or not line.startswith("value:"))
+        for there, here in {"dual_clip: 4, ": "", "gamma: 0.99,": "","cliprange_value: 0.4, ": "" if critic else "cliprange_value: 0.4, ",
+                            "lam: 0.9, ": "advantage_estimator: rloo, whiten_advantages: true, " if critic else "",
+                            "bf16: true": "fp16: true"}.items():  # fmt: skip
+            ours = ours.replace(there, here)
+        script = converted(written(tmp_path, "ours.yaml", ours), to)
+        back = parse_config(converted(written(tmp_path, "launch.sh", script)))
+        start = parse_config(ours)
+        assert (back.ppo, back.train.fp16, back.train.bf16) == (start.ppo, True, None)
+        assert "dropped, ppo." not in script and "dropped, train.adam_epsilon" not in script
+
+    @pytest.mark.parametrize(
+        ("words", "reward"),
+        [
+            ("--remote_rm_url judge.py --label_key gold",
+             {"type": "function", "path": "judge.py", "name": "reward_func", "label": "gold"}),
+            ("--remote_rm_url judge.py", {"type": "function", "path": "judge.py", "name": "reward_func"}),
+            ("--remote_rm_url http://a/b --label_key gold",
+             {"type": "http", "url": "http://a/b", "protocol": "openrlhf", "columns": ["gold"]}),
+            ("--remote_rm_url http://a/b", {"type": "http", "url": "http://a/b", "protocol": "openrlhf"}),
+        ],
+    )
+    def test_openrlhfs_rewards_are_called_as_they_are(self, tmp_path, words, reward):
+        launch = OPENRLHF_OLD.replace("--reward_pretrain org/reward-a", words)
+        made = converted(written(tmp_path, "launch.sh", launch))
+        assert yaml.safe_load(made)["rewards"] == [reward]
+        assert "label_key" not in made and "must" not in made
+        script = converted(written(tmp_path, "ours.yaml", made), "openrlhf")
+        assert "dropped, rewards" not in script
+        assert yaml.safe_load(converted(written(tmp_path, "back.sh", script)))["rewards"] == [reward]
 
     def test_what_they_cannot_say_is_named(self, tmp_path):
         text = OURS.replace("kl_coef: 0.03,", "kl_coef: 0.03, kl_target: 6, score_norm: frozen,").replace(

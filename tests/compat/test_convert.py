@@ -123,8 +123,7 @@ output_dir: runs/mine
 """
 KL_LOSS = "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.2"
 LOST = {
-    "openrlhf": {"model": {"trust_remote_code"}, "ppo": {"reward_clip"}, "train": {"lr_scheduler_kwargs"}},
-    "verl": {"train": {"bf16", "adam_epsilon"}},
+    "openrlhf": {"model": {"trust_remote_code"}, "train": {"lr_scheduler_kwargs"}},
 }
 """What the other system has no words for, or needs one for that we leave out."""
 
@@ -278,7 +277,7 @@ class TestToOurs:
             ("python -m openrlhf.cli.train_ppo_ray --pretrain m --agent_func_path a.py\n",
              r"of them, as an agent \(agent_func_path\) has no counterpart here: name a file with the function"),
             ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m\n", "data.train_files: missing"),
-            ("python ppo.py --sft_model_path m --output_dir o\n", "reward_model_path: missing"),
+            ("python ppo.py --sft_model_path m --output_dir o\n", "dataset_name: missing; wanted the prompts"),
             ("python -m openrlhf.cli.train_ppo_ray 'a\n", "line 1: No closing quotation"),
             (f"{TRL.strip()} --num_mini_batches 0", "num_mini_batches: got 0; wanted a whole number above 0"),
             (f"{TRL.strip()} --stop_token stop", "stop_token: got stop; wanted eos, or no stop_token"),
@@ -371,7 +370,8 @@ class TestToOurs:
         assert (train.rollout_batch_size, train.micro_batch_size) == (64 * (processes or 1), 16)
         assert train.save_steps == math.ceil(0.1 * math.ceil(1000000 / 64 / (processes or 1)))
         assert ("# Their batch size is that of one process" in text) is (processes is None)
-        assert "num_processes" not in text and "nproc" not in text
+        assert "num_processes:" not in text and "nproc_per_node:" not in text
+        assert ("# Started the same way" in text) is launcher.startswith(("accelerate", "torchrun"))
 
     def test_llamafactorys_batch_is_of_each_process(self, tmp_path, monkeypatch):
         monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -468,7 +468,9 @@ class TestToOurs:
 
     def test_a_launchers_own_options_are_not_the_runs(self, tmp_path):
         made = converted(written(tmp_path, "launch.sh", TRL))
-        assert "config_file" not in made and "deepspeed_zero3" not in made
+        told = [line for line in made.splitlines() if "config_file" in line or "deepspeed_zero3" in line]
+        started = "accelerate launch --config_file deepspeed_zero3.yaml -m tether ppo FILE"
+        assert told == [f"# Started the same way: {started}"]
 
     def test_a_name_that_the_shell_makes_is_left_to_the_reader(self, tmp_path):
         for launch, key in ((OPENRLHF_OLD, "--wandb_run_name r_$(date +%d)"), (VERL, "trainer.experiment_name=`date`")):
@@ -674,6 +676,24 @@ class TestToOurs:
         assert made.startswith("# tether sft ")
 
 
+class TestOfTrl:
+    def test_what_a_launch_leaves_out_is_trls_default(self, tmp_path):
+        made = converted(written(tmp_path, "launch.sh", "python ppo.py --dataset_name org/d --total_episodes 10000"))
+        config = parse_config(made)
+        assert config.model.path == config.rewards[0].path == "EleutherAI/pythia-160m"
+        assert config.output_dir.name == "trainer_output" and "Started" not in made
+
+    @pytest.mark.parametrize(
+        "launcher",
+        ["accelerate launch --config_file a/zero3.yaml --num_processes 4", "torchrun --nproc_per_node 4", "torchrun"],
+    )
+    @pytest.mark.parametrize("script", ["examples/scripts/ppo/ppo.py", "-m trl.scripts.ppo"])
+    def test_it_is_said_how_the_launcher_starts_ours(self, tmp_path, launcher, script):
+        words = f"CUDA_VISIBLE_DEVICES=0,1 {launcher} {script} --dataset_name org/d --sft_model_path m"
+        made = converted(written(tmp_path, "launch.sh", words))
+        assert f"# Started the same way: {launcher} -m tether ppo FILE" in made.splitlines()
+
+
 class TestFromOurs:
     @pytest.mark.parametrize("to", ["openrlhf", "verl"])
     def test_there_and_back(self, tmp_path, to):
@@ -682,9 +702,44 @@ class TestFromOurs:
         back = parse_config(converted(written(tmp_path, "launch.sh", script)))
         for section in RunConfig.model_fields:
             before, after = (config.model_dump()[section] for config in (start, back))
-            for key in LOST[to].get(section, ()):
+            for key in LOST.get(to, {}).get(section, ()):
                 before.pop(key), after.pop(key)
             assert after == before, section
+
+    @pytest.mark.parametrize("to", ["openrlhf", "verl"])
+    @pytest.mark.parametrize("critic", ["", "rloo"])
+    def test_what_only_an_unusual_value_or_name_says_comes_back(self, tmp_path, to, critic):
+        ours = "\n".join(line for line in OURS.splitlines() if not critic or not line.startswith("value:"))
+        for there, here in {"dual_clip: 4, ": "", "gamma: 0.99,": "",
+                            "cliprange_value: 0.4, ": "" if critic else "cliprange_value: 0.4, ",
+                            "lam: 0.9, ": "advantage_estimator: rloo, whiten_advantages: true, " if critic else "",
+                            "bf16: true": "fp16: true"}.items():  # fmt: skip
+            ours = ours.replace(there, here)
+        script = converted(written(tmp_path, "ours.yaml", ours), to)
+        back = parse_config(converted(written(tmp_path, "launch.sh", script)))
+        start = parse_config(ours)
+        assert (back.ppo, back.train.fp16, back.train.bf16) == (start.ppo, True, None)
+        assert "dropped, ppo." not in script and "dropped, train.adam_epsilon" not in script
+
+    @pytest.mark.parametrize(
+        ("words", "reward"),
+        [
+            ("--remote_rm_url judge.py --label_key gold",
+             {"type": "function", "path": "judge.py", "name": "reward_func", "label": "gold"}),
+            ("--remote_rm_url judge.py", {"type": "function", "path": "judge.py", "name": "reward_func"}),
+            ("--remote_rm_url http://a/b --label_key gold",
+             {"type": "http", "url": "http://a/b", "protocol": "openrlhf", "columns": ["gold"]}),
+            ("--remote_rm_url http://a/b", {"type": "http", "url": "http://a/b", "protocol": "openrlhf"}),
+        ],
+    )
+    def test_openrlhfs_rewards_are_called_as_they_are(self, tmp_path, words, reward):
+        launch = OPENRLHF_OLD.replace("--reward_pretrain org/reward-a", words)
+        made = converted(written(tmp_path, "launch.sh", launch))
+        assert yaml.safe_load(made)["rewards"] == [reward]
+        assert "label_key" not in made and "must" not in made
+        script = converted(written(tmp_path, "ours.yaml", made), "openrlhf")
+        assert "dropped, rewards" not in script
+        assert yaml.safe_load(converted(written(tmp_path, "back.sh", script)))["rewards"] == [reward]
 
     def test_what_they_cannot_say_is_named(self, tmp_path):
         text = OURS.replace("kl_coef: 0.03,", "kl_coef: 0.03, kl_target: 6, score_norm: frozen,").replace(

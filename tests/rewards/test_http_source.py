@@ -6,10 +6,11 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import date
 
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from tests.rewards.batches import chat_batch, text_batch
 from tests.rewards.services import Close, Hang, Reply, Trickle, in_turn, lengths, local_service
@@ -59,6 +60,23 @@ def test_a_request_of_llamafactorys_protocol_holds_whole_texts_with_special_toke
             "messages": ["<user> the cat <eos> <assistant> sees <eos>", "<user> a dog <eos> <assistant> runs <eos>"],
         }
     ]
+
+
+def test_a_request_of_openrlhfs_protocol_holds_prompts_alone_and_with_their_answers_and_a_column():
+    batch = chat_batch(tiny_tokenizer(), [("the cat", "sees"), ("a dog", "runs")])
+    batch = replace(batch, columns={"gold": ["yes", 2], "other": [1, 2]})
+    theirs = {"rewards": [0.5, -1], "scores": [1, 0], "extra_logs": {}}
+    with local_service(in_turn(Reply(theirs), Reply(theirs), Reply({"scores": [1, 2]}))) as local:
+        assert source(local.url, protocol="openrlhf", columns=["gold"]).score(batch).scores == [0.5, -1.0]
+        assert source(local.url, protocol="openrlhf").score(batch).scores == [0.5, -1.0]
+        with pytest.raises(RewardResponseError, match=r'the keys scores; wanted JSON \{"rewards": \[\.\.\.\]\}'):
+            source(local.url, protocol="openrlhf").score(batch)
+    prompts = ["<user> the cat <eos> <assistant>", "<user> a dog <eos> <assistant>"]
+    asked = {"query": [f"{prompts[0]} sees <eos>", f"{prompts[1]} runs <eos>"], "prompts": batch.queries}
+    assert local.seen[:2] == [asked | {"labels": ["yes", 2]}, asked | {"labels": ["", ""]}]
+    assert [query.strip() for query in batch.queries] == prompts
+    with pytest.raises(ValidationError, match="columns: got 2; protocol openrlhf sends one of them, as labels"):
+        config(local.url, protocol="openrlhf", columns=["gold", "other"])
 
 
 def test_only_the_columns_that_are_named_are_sent():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tether.compat import llamafactory, openrlhf, trl_arguments, verl
-from tether.compat.launch import Launch, flat, launches, options, overrides, processes
+from tether.compat.launch import Launch, flat, launcher, launches, options, overrides, processes
 from tether.compat.translation import OF_ONE_PROCESS, Translation
 from tether.config import text
 from tether.config.launched import num_processes, planned
@@ -161,10 +161,13 @@ def _launched(launch: Launch, path: Path) -> Translation | None:
         return None
     if module is not None or {"actor.model_name_or_path", "pretrain"} & given.keys():
         return openrlhf.translated(source, given)
-    if launch.program.rpartition("/")[2].startswith("ppo") or {"sft_model_path", "reward_model_path"} & given.keys():
+    script = re.split(r"[/ ]", launch.program)[-1]
+    if script.startswith("ppo") or {"sft_model_path", "reward_model_path"} & given.keys():
         if isinstance(file := given.pop("config", None), str):  # of TrlParser; options take precedence
             given = _beside(file, path, f"{source}, line {launch.line}", "TRL") | given
         words = [*launch.program.split(), *launch.words]  # a launcher's options may stand before the script
         script = next((word for word in words if word.endswith(".py")), "")
-        return trl_arguments.translated(source, given, script, processes(launch))
+        translation = trl_arguments.translated(source, given, script, processes(launch))
+        how = launcher(launch)
+        return translation if how is None else translation.noting(f"Started the same way: {how} -m tether ppo FILE")
     return None

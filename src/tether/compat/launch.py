@@ -76,6 +76,18 @@ def processes(launch: Launch) -> int | None:
     return told or (None if is_launched else 1)
 
 
+def launcher(launch: Launch) -> str | None:
+    """The words with which accelerate or torchrun starts a script; None if neither does."""
+    words = launch.program.split()
+    begin = next((i for i, word in enumerate(words) if Path(word).name in ("accelerate", "torchrun")), None)
+    end = _script(words, 0)
+    if begin is None or end <= begin:
+        return None
+    if words[end - 1] in ("-m", "--module"):
+        end -= 1
+    return shlex.join([Path(words[begin]).name, *words[begin + 1 : end]])
+
+
 def _told(words: Sequence[str], name: str) -> int | None:
     """The whole number after an option of a launcher, whose words may be joined by ``-`` or ``_``."""
     text = " ".join(words)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tether.compat.launch import command
-from tether.compat.scalars import GPUS, Scalar, left_out, reward_settings, scalars_of
+from tether.compat.scalars import GPUS, NO_LIMIT, Scalar, has_baseline, left_out, reward_settings, scalars_of
 from tether.compat.translation import Translation, Translator
 from tether.config.keys import counted
 from tether.config.rewards import FunctionReward, HttpReward, ModelReward
@@ -198,13 +198,15 @@ def translated(source: str, options: Mapping[str, Any]) -> Translation:
 def _rewards(keys: Translator) -> None:
     """Reward models, a service, or a file with a reward function."""
     models, url = keys.take("reward.model_name_or_path"), keys.take("reward.remote_url")
+    label = keys.take("data.label_key") if url is not None else None
+    theirs = ("reward.remote_url", *(["data.label_key"] if label is not None else []))
     if url is not None and str(url).endswith(".py"):
-        keys.put("rewards", [{"type": "function", "path": str(url), "name": "reward_func"}], "reward.remote_url")
-        keys.note("reward_func must take (prompts, completions, **columns) here: docs/rewards.md has the signature.")
+        function = {"type": "function", "path": str(url), "name": "reward_func"}
+        keys.put("rewards", [function | ({"label": label} if label is not None else {})], *theirs)
     elif url is not None:
         addresses = str(url).split(",")
-        keys.put("rewards", [{"type": "http", "url": each} for each in addresses], "reward.remote_url")
-        keys.note("The service must speak one of Tether's protocols: see docs/rewards.md.")
+        service = {"type": "http", "protocol": "openrlhf"} | ({"columns": [label]} if label is not None else {})
+        keys.put("rewards", [{**service, "url": each} for each in addresses], *theirs)
     elif models is not None:
         paths = str(models).split(",")
         keys.put("rewards", [{"type": "model", "path": path} for path in paths], "reward.model_name_or_path")
@@ -310,7 +312,7 @@ def _algorithm(keys: Translator) -> None:
     low, high = keys.pair("reward.clip_range", (-10, 10))
     sources = keys.config.get("rewards", [])
     if low == -high:
-        keys.put("ppo.reward_clip", high, "reward.clip_range")
+        keys.put("ppo.reward_clip", high if high < NO_LIMIT else None, "reward.clip_range")
     elif len(sources) == 1:
         keys.put("rewards", [sources[0] | {"clip": [low, high]}], "reward.clip_range")
     keys.drop("of several rewards each has bounds of its own: rewards.N.clip", "reward.clip_range")
@@ -373,7 +375,7 @@ def launch(config: RunConfig, *, source: str) -> str:
     words += [(f"--{role}.num_gpus_per_node", str(GPUS)) for role in _roles(config)]
     words += [("--train.colocate_all",), ("--vllm.num_engines", str(GPUS)), ("--vllm.enable_sleep",)]
     words += [("--vllm.gpu_memory_utilization", "0.5"), ("--ds.enable_sleep",)]
-    taken = [scalar.ours for scalar in SCALARS] + list(WRITTEN)
+    taken = [scalar.ours for scalar in SCALARS] + list(WRITTEN) + ["ppo.whiten_advantages"] * has_baseline(config)
     head = ["#!/bin/sh", f"# {SYSTEM}, from {source}; for one node of {GPUS} devices."]
     head += [f"# dropped, {line}" for line in left_out(config, taken)] + [f"# {note}" for note in _notes(config)]
     program = ["ray", "job", "submit", "--address=http://127.0.0.1:8265", "--", "python3", "-m", MODULE]
@@ -419,6 +421,9 @@ def _model_arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "reward.model_name_or_path", ",".join(reward.path for reward in models)
     elif services or functions:
         yield "reward.remote_url", ",".join([each.url for each in services] + [each.path for each in functions])
+        labels = [each.label for each in functions] + [name for each in services for name in each.columns or ()]
+        if len(set(labels) - {None}) == 1:
+            yield "data.label_key", next(label for label in labels if label is not None)
     if config.ppo.has_critic and config.value.init not in (None, "reward"):
         yield "critic.model_name_or_path", config.model.path if config.value.init == "policy" else config.value.init
     if config.value.warmup_steps:
@@ -467,10 +472,11 @@ def _algorithm_arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
     yield "actor.eps_clip_low_high", [ppo.cliprange, ppo.cliprange_high or ppo.cliprange]
     if ppo.kl_in == "loss":
         yield "algo.kl.use_loss", True
-    yield "algo.advantage.estimator", {ours: theirs for theirs, ours in ESTIMATORS.items()}[ppo.advantage_estimator]
+    estimators = {ours: theirs for theirs, ours in ESTIMATORS.items()}
+    yield "algo.advantage.estimator", BASELINE if has_baseline(config) else estimators[ppo.advantage_estimator]
     reductions = {ours: theirs for theirs, ours in REDUCTIONS.items()}
     yield "actor.loss_agg_mode", reductions.get(ppo.loss_reduction, "token-mean")
-    bound = ppo.reward_clip if ppo.reward_clip is not None else 1e6
+    bound = ppo.reward_clip if ppo.reward_clip is not None else NO_LIMIT
     yield "reward.clip_range", [-bound, bound]
     yield "actor.adam.betas", [train.adam_beta1, train.adam_beta2]
     yield "actor.min_lr_ratio", train.lr_scheduler_kwargs.get("min_lr_rate", 0.0)
@@ -506,15 +512,17 @@ def _notes(config: RunConfig) -> Iterator[str]:
     written = {ModelReward, HttpReward, FunctionReward}
     if any(type(reward) not in written for reward in config.rewards) or len({type(r) for r in config.rewards}) > 1:
         yield "Their runs have reward models, or one service or file of a function: adjust the reward's arguments."
-    if any(isinstance(reward, HttpReward | FunctionReward) for reward in config.rewards):
-        yield "Their services and reward functions have signatures of their own: see their documentation."
+    if any(isinstance(reward, FunctionReward) for reward in config.rewards):
+        yield "Their function is reward_func(queries, prompts, labels)."
+    if any(isinstance(reward, HttpReward) and reward.protocol != "openrlhf" for reward in config.rewards):
+        yield "Their services get query, prompts and labels, and reply with rewards."
     if config.ppo.has_critic and config.value_kind != "model":
         yield f"Their critic is a model of its own, not one of kind {config.value_kind}."
     if config.ppo.loss_reduction not in REDUCTIONS.values():
         yield f"Their loss is averaged by token-mean, not by {config.ppo.loss_reduction}."
     if "wandb" in config.train.report_to:
         yield 'For Weights & Biases add --logger.wandb.key "$WANDB_API_KEY".'
-    yield from reward_settings(config)
+    yield from reward_settings(config, "label", "protocol", "columns")
     if config.train.num_train_epochs is None:
         length = config.train.total_episodes or counted(config.train.max_steps, "update")
         yield f"Their runs last train.num_episodes passes over the prompts; ours lasted {length}."

@@ -17,6 +17,10 @@ ADAMW_8BIT = dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit")
 """The same for optimizers with 8-bit moments."""
 
 
+NO_LIMIT = 1e6
+"""What stands for no limit where a launch cannot say so."""
+
+
 class Scalar(NamedTuple):
     """One such key."""
 
@@ -42,6 +46,11 @@ def at(data: Any, path: str) -> Any:
     return data
 
 
+def has_baseline(config: RunConfig) -> bool:
+    """Whether it takes a prompt's mean score as baseline, then whitens, for which others have an estimator."""
+    return config.ppo.advantage_estimator == "rloo" and config.ppo.whiten_advantages is True
+
+
 def left_out(config: Section, taken: Iterable[str]) -> list[str]:
     """Keys that a configuration sets to other than their default and that are not in ``taken``.
 
@@ -56,10 +65,15 @@ def left_out(config: Section, taken: Iterable[str]) -> list[str]:
     ]
 
 
-def reward_settings(config: RunConfig) -> Iterator[str]:
-    """Settings of reward sources other than type and location, one line each."""
+def reward_settings(config: RunConfig, *written: str) -> Iterator[str]:
+    """Settings of reward sources other than type and location, one line each.
+
+    Args:
+        written: names of settings that have a counterpart.
+    """
     for i, reward in enumerate(config.rewards):
-        settings = reward.model_dump(mode="json", exclude_defaults=True, exclude={"type", "path", "url", "name"})
+        where = {"type", "path", "url", "name", *written}
+        settings = reward.model_dump(mode="json", exclude_defaults=True, exclude=where)
         for key, value in settings.items():
             yield f"dropped, rewards.{i}.{key}: {keys.shown(value)}"
 

@@ -56,6 +56,10 @@ SCALARS = (
 )
 
 
+MODEL, OUTPUT = "EleutherAI/pythia-160m", "trainer_output"
+"""Their defaults of sft_model_path and reward_model_path, and of output_dir."""
+
+
 def translated(source: str, options: Mapping[str, Any], script: str, processes: int | None) -> Translation:
     """A launch of ``ppo.py`` or ``ppo_tldr.py``, translated to our keys.
 
@@ -65,16 +69,18 @@ def translated(source: str, options: Mapping[str, Any], script: str, processes: 
         processes: number of launched processes; None if unknown.
 
     Raises:
-        ConfigError: it has no policy, no reward model or no output folder.
+        ConfigError: it has no dataset.
     """
     keys = Translator(source, SYSTEM, options, {})
     keys.put_scalars(SCALARS)
+    if not keys.gives("dataset_name"):
+        keys.refuse("dataset_name", "missing; wanted the prompts")
+    if not keys.gives("output_dir"):
+        keys.put("output_dir", OUTPUT, "output_dir")
     policy = next((key for key in ("sft_model_path", "model_name_or_path") if keys.gives(key)), "sft_model_path")
-    for key in {policy, "reward_model_path", "output_dir"} - {key for key in options if keys.gives(key)}:
-        keys.refuse(key, "missing")
-    keys.put("model.path", keys.take(policy), policy)
+    keys.put("model.path", keys.take(policy, MODEL), policy)
     keys.covered("model_name_or_path", by="the model of sft_model_path")
-    keys.put("rewards", [{"type": "model", "path": keys.take("reward_model_path")}], "reward_model_path")
+    keys.put("rewards", [{"type": "model", "path": keys.take("reward_model_path", MODEL)}], "reward_model_path")
     if keys.flag("use_peft"):
         keys.put("model.lora.r", keys.take("lora_r", 16), "lora_r")
         keys.put("model.lora.alpha", keys.take("lora_alpha", 32), "lora_alpha")

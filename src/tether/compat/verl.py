@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tether.compat.launch import Unset, command
-from tether.compat.scalars import GPUS, Scalar, left_out, reward_settings, scalars_of
+from tether.compat.scalars import GPUS, NO_LIMIT, Scalar, has_baseline, left_out, reward_settings, scalars_of
 from tether.compat.translation import Translation, Translator
 from tether.config.rewards import FunctionReward, ModelReward
 from tether.config.schema import RunConfig
@@ -51,6 +51,9 @@ SCALARS = (
     Scalar("train.save_total_limit", "trainer.max_actor_ckpt_to_keep"),
 )
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp"}
+BASELINE = "reinforce_plus_plus_baseline"
+ADAM_EPSILON = 1e-8
+"""That of torch."""
 REDUCTIONS = {
     "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "fixed_length",
 }  # fmt: skip
@@ -158,6 +161,8 @@ def translated(source: str, settings: Mapping[str, Any], *, file: str | None = N
         keys.put_scalars(each._replace(default=FORMER_DEFAULTS.get(each.theirs, each.default)) for each in SCALARS)
         keys.note(f"The defaults are those of verl before 0.3, which had the key {former}: no dual clip, an entropy "
                   "bonus of 0.001, and the KL in the reward.")  # fmt: skip
+    if keys.number(f"{ACTOR}.clip_ratio_c", 0.0) >= NO_LIMIT:
+        keys.config["ppo"]["dual_clip"] = None
     _rewards(keys)
     _precision(keys)
     _critic(keys)
@@ -183,7 +188,6 @@ def _rewards(keys: Translator) -> None:
     if keys.gives(path):
         function = {"type": "function", "path": keys.take(path), "name": keys.take(name, "compute_score")}
         keys.put("rewards", [function], path, name)
-        keys.note("The function must take (prompts, completions, **columns) here: docs/rewards.md has the signature.")
     elif keys.gives(model) and keys.flag(enabled, True):
         keys.put("rewards", [{"type": "model", "path": keys.take(model)}], model, enabled)
     else:
@@ -224,7 +228,7 @@ def _precision(keys: Translator) -> None:
 
 def _critic(keys: Translator) -> None:
     """A separate model, from the path that they give."""
-    ours = keys.estimator("algorithm.adv_estimator", ESTIMATORS, "reinforce_plus_plus_baseline")
+    ours = keys.estimator("algorithm.adv_estimator", ESTIMATORS, BASELINE)
     if ours != "gae":
         keys.config.pop("value", None)
         keys.ignore("there is no critic", *(key for key in keys.given if key.startswith("critic.")))
@@ -332,7 +336,7 @@ def _algorithm(keys: Translator) -> None:
     betas = keys.pair(f"{ACTOR}.optim.betas", (0.9, 0.999))
     for name, beta in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
         keys.put(f"train.{name}", beta, f"{ACTOR}.optim.betas")
-    keys.put("train.adam_epsilon", 1e-8)
+    keys.put("train.adam_epsilon", ADAM_EPSILON)
     if keys.number(f"{ROLLOUT}.top_p", 1.0) < 1:
         keys.put("sampling.top_p", keys.take(f"{ROLLOUT}.top_p"), f"{ROLLOUT}.top_p")
         keys.put("sampling.allow_truncated_sampling", True)
@@ -401,7 +405,8 @@ def launch(config: RunConfig, *, source: str) -> str:
     words = [(f"{name}={_word(value)}",) for name, value in _settings(config)]
     words += [(f"{ROLLOUT}.name=vllm",), (f"{ROLLOUT}.tensor_model_parallel_size=1",)]
     words += [(f"trainer.n_gpus_per_node={GPUS}",), ("trainer.nnodes=1",)]
-    taken = [scalar.ours for scalar in SCALARS] + list(WRITTEN)
+    taken = [scalar.ours for scalar in SCALARS] + list(WRITTEN) + ["ppo.whiten_advantages"] * has_baseline(config)
+    taken += ["train.adam_epsilon"] * (config.train.adam_epsilon == ADAM_EPSILON)
     head = ["#!/bin/sh", f"# {SYSTEM}, from {source}; for one node of {GPUS} devices."]
     head += [f"# dropped, {line}" for line in left_out(config, taken)] + [f"# {note}" for note in _notes(config)]
     return "\n".join(head) + "\n\n" + command(["python3", "-m", MODULE], words)
@@ -415,8 +420,8 @@ WRITTEN = (
     "ppo.loss_reduction", "ppo.num_mini_batches", "train.adam_beta1", "train.adam_beta2", "train.lr_scheduler_type",
     "train.lr_scheduler_kwargs.min_lr_rate", "train.warmup_ratio", "train.warmup_steps",
     "train.num_train_epochs", "train.max_steps", "train.rollout_batch_size", "train.micro_batch_size",
-    "train.max_tokens_per_micro_batch", "train.eval_steps", "train.save_steps", "train.bf16", "train.report_to",
-    "output_dir", "resume",
+    "train.max_tokens_per_micro_batch", "train.eval_steps", "train.save_steps", "train.bf16", "train.fp16",
+    "train.report_to", "output_dir", "resume",
 )  # fmt: skip
 """Keys that ``launch`` expresses in another form."""
 
@@ -425,7 +430,7 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Their keys with their values."""
     ppo, train = config.ppo, config.train
     estimators = {ours: theirs for theirs, ours in ESTIMATORS.items()}
-    yield "algorithm.adv_estimator", estimators[ppo.advantage_estimator]
+    yield "algorithm.adv_estimator", BASELINE if has_baseline(config) else estimators[ppo.advantage_estimator]
     for name, value in scalars_of(config, SCALARS):
         if ppo.has_critic or not name.startswith(("critic.", "trainer.critic")):
             yield name, value
@@ -434,6 +439,8 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
     if ppo.has_critic and config.value.learning_rate is None:
         yield "critic.optim.lr", config.learning_rate
     yield f"{ACTOR}.optim.betas", [train.adam_beta1, train.adam_beta2]
+    if train.fp16 or train.bf16 is not None:
+        yield f"{ACTOR}.fsdp_config.dtype", "float16" if train.fp16 else "bfloat16" if train.bf16 else "float32"
     yield from _schedule_settings(config)
     yield from _judge_settings(config)
     yield from _data_settings(config)
@@ -486,6 +493,8 @@ def _batch_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
 def _algorithm_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Settings that have another form there."""
     ppo, sampling = config.ppo, config.sampling
+    if ppo.dual_clip is None:
+        yield f"{ACTOR}.clip_ratio_c", NO_LIMIT
     yield f"{ACTOR}.clip_ratio", ppo.cliprange
     yield f"{ACTOR}.clip_ratio_low", ppo.cliprange
     yield f"{ACTOR}.clip_ratio_high", ppo.cliprange_high or ppo.cliprange

@@ -181,11 +181,13 @@ class FunctionReward(_Reward):
 
     type: Literal["function"]
     """``function``: ``f(prompts, completions, **columns) -> list[float | list | None]``, sync or async. A list scores
-    the tokens of an answer, or its steps as ``[end, score]``."""
+    the tokens of an answer, or its steps as ``[end, score]``. Or a function with OpenRLHF's or verl's signature."""
     path: str
     """Python file that holds the function (``my_rewards.py``), or an import path (``package.module``)."""
     name: str
     """Name of the function; also its name in metrics and samples."""
+    label: str | None = None
+    """Dataset column that a function with OpenRLHF's signature gets as ``labels``. Default: empty labels."""
     missing: float | None = None
     """Score of an answer for which the function returns None, meaning that it has no opinion. Default: None is an
     error."""
@@ -297,11 +299,11 @@ class HttpReward(ServiceReward):
     """``http``: a service that returns scores for prompts and responses; docs/rewards.md describes the protocols."""
     url: Url
     """Address to send requests to: ``http://127.0.0.1:8000/score``."""
-    protocol: Literal["tether", "llamafactory"] = "tether"
-    """``tether``: prompts, responses and columns, as ``tether serve-reward`` expects them. ``llamafactory``: whole
-    texts, as LLaMA-Factory's reward servers expect them."""
+    protocol: Literal["tether", "llamafactory", "openrlhf"] = "tether"
+    """``tether``: prompts, responses and columns, as ``tether serve-reward`` expects them. ``llamafactory`` and
+    ``openrlhf``: whole texts, as reward servers of these projects expect them."""
     columns: list[str] | None = None
-    """Dataset columns to send; protocol tether only. Default: all."""
+    """Dataset columns to send. Default: all. Protocol llamafactory sends none, openrlhf at most one, as labels."""
     batch_size: PositiveInt = 32
     """Maximum number of answers per request."""
     missing: float | None = None
@@ -312,6 +314,8 @@ class HttpReward(ServiceReward):
     def _columns_have_a_place(self) -> HttpReward:
         if self.columns and self.protocol == "llamafactory":
             raise ValueError("columns: protocol llamafactory cannot send them; leave them out")
+        if self.protocol == "openrlhf" and len(self.columns or ()) > 1:
+            raise ValueError(f"columns: got {len(self.columns)}; protocol openrlhf sends one of them, as labels")
         return self
 
 

@@ -69,9 +69,9 @@ class SourceConfig(Section):
         for key, reward in sources:
             if isinstance(reward, AdapterReward):
                 raise ValueError(f"{key}: type adapter shares the policy's base: set model.path to the policy")
-            if isinstance(reward, HttpReward) and reward.protocol == "llamafactory":
+            if isinstance(reward, HttpReward) and reward.protocol != "tether":
                 raise ValueError(
-                    f"{key}: protocol llamafactory uses the policy's chat template: set model.path to the policy"
+                    f"{key}: protocol {reward.protocol} uses the policy's chat template: set model.path to the policy"
                 )
         if self.data != QueryConfig() and not any(isinstance(reward, OwnModelReward) for _, reward in sources):
             raise ValueError("data: no source has a tokenizer with a chat template: set model.path to the policy")

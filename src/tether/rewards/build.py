@@ -96,7 +96,7 @@ def check_rewards(configs: Sequence[RewardConfig]) -> None:
             check_bitsandbytes(config.quantization, f"{key}.quantization", default_device())
         match config:
             case FunctionReward():
-                load_function(config.path, config.name, key)
+                load_function(config.path, config.name, key, config.label)
             case AdapterReward():
                 check_model_path(config.path, f"{key}.path")
                 _check_reward_adapter(config.path, f"{key}.path")
@@ -131,7 +131,7 @@ def check_reward_columns(configs: Sequence[RewardConfig], columns: Sequence[str]
     for key, config in sources_of(configs):
         match config:
             case FunctionReward():
-                check_columns(load_function(config.path, config.name, key), columns, config.name, key)
+                check_columns(load_function(config.path, config.name, key, config.label), columns, config.name, key)
             case ColumnReward():
                 check_ready_column(config, columns, key)
             case HttpReward():
@@ -303,7 +303,7 @@ class _Sources:
     def _of_this_process(self, config: RewardConfig, name: str, key: str) -> RewardSource | ToSpread:
         match config:
             case FunctionReward():
-                function = load_function(config.path, config.name, key)
+                function = load_function(config.path, config.name, key, config.label)
                 return FunctionSource(function, name, missing=config.missing, section=key)
             case AdapterReward():
                 self.roles.add_reward_adapter(name, config.path)
@@ -348,7 +348,8 @@ def try_sources(
         key, source, what = f"{under}.{i}", None, "service"
         match config:
             case FunctionReward():
-                source, what = FunctionSource(load_function(config.path, config.name, key), name), "function"
+                function = load_function(config.path, config.name, key, config.label)
+                source, what = FunctionSource(function, name), "function"
             case EnsembleReward():
                 members = [f"{name}/{own}" for own in reward_names(config.members)]
                 try_sources(config.members, members, batch, tokenizer, under=f"{key}.members")

@@ -18,6 +18,7 @@ from tether.rewards.base import listed
 from tether.rewards.beside import clash
 from tether.rewards.early import Asked, AtOnce, Begun, InGroups, joined, named
 from tether.rewards.files import file_module, imports_from
+from tether.rewards.foreign import QUERIES, adapted
 from tether.rewards.loop import awaited, started
 from tether.rewards.missing import Missing
 from tether.rewards.tokens import judged
@@ -39,7 +40,7 @@ class FunctionSource:
     Prompts that the dataset had as chat messages are given as messages, and their completions as
     ``[{"role": "assistant", "content": text}]``; text is given as text. Of the dataset's other columns the function
     gets those that its signature names, or all if it takes ``**kwargs``; and ``completion_ids``, the answers as the
-    policy's token ids, if its signature names them.
+    policy's token ids, and ``rendered_prompts``, the prompts as the policy reads them, if its signature names them.
 
     Args:
         function: returns one number per answer, in order, or the scores of its parts as
@@ -134,8 +135,10 @@ class FunctionSource:
         columns = {
             name: [deepcopy(values[row]) for row in rows]
             for name, values in batch.columns.items()
-            if name not in (*_OURS, _IDS) and _accepts(self.function, name)
+            if name not in (*_OURS, _IDS, QUERIES) and _accepts(self.function, name)
         }
+        if _names(self.function, QUERIES):
+            columns[QUERIES] = [batch.queries[row] for row in rows]
         if _names(self.function, _IDS):
             columns[_IDS] = [list(batch.response_ids[row]) for row in rows]
         with undisturbed(f"reward function {self.name}"):
@@ -171,8 +174,8 @@ def _prompt(batch: RewardBatch, row: int) -> str:
     return repr(one_line(prompt_text(batch.prompts[row]), 80))
 
 
-def load_function(path: str, name: str, key: str) -> RewardFunction:
-    """The function ``name`` of a ``.py`` file or of an importable module.
+def load_function(path: str, name: str, key: str, label: str | None = None) -> RewardFunction:
+    """The function ``name`` of a ``.py`` file or of an importable module; one for OpenRLHF or verl as one of ours.
 
     A file is run under a module name made from its full path (``tether.rewards.files``), and only once unless it
     changes. A file may import modules from its own folder, a module from the current folder, however the process was
@@ -180,10 +183,12 @@ def load_function(path: str, name: str, key: str) -> RewardFunction:
 
     Args:
         key: the configuration key with which messages begin.
+        label: the column of a function with OpenRLHF's signature.
 
     Raises:
         ConfigError: no such file, module or function; the file fails to import, or imports a module that would be
-            another reward file's; the function does not take ``prompts`` and ``completions`` by name.
+            another reward file's; the function does not take ``prompts`` and ``completions`` by name, or
+            what OpenRLHF or verl calls it with.
     """
     module = _file_module(path, key) if path.endswith(".py") else _import(path, key)
     function = getattr(module, name, None)
@@ -197,6 +202,14 @@ def load_function(path: str, name: str, key: str) -> RewardFunction:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{key}.name: {name} in {path} has no readable signature: {error}") from error
     refused = [ours for ours in _OURS if not _accepts(function, ours)]
+    foreign = None if _names(function, _OURS[1]) else adapted(function, label)
+    if label is not None and (foreign is None or label not in inspect.signature(foreign).parameters):
+        raise ConfigError(
+            f"{key}.label: {name}{inspect.signature(function)} in {path} takes columns by their own names; leave it "
+            "out: it names the labels of a function f(queries, prompts, labels)"
+        )
+    if foreign is not None:
+        return foreign
     if refused:
         raise ConfigError(
             f"{key}.name: {name}{inspect.signature(function)} in {path} does not take {' and '.join(refused)}; "
@@ -212,7 +225,7 @@ def missing_columns(function: RewardFunction, columns: Mapping[str, Any] | Seque
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         and parameter.default is parameter.empty
-        and parameter.name not in (*_OURS, _IDS)
+        and parameter.name not in (*_OURS, _IDS, QUERIES)
         and parameter.name not in columns
     ]
 

@@ -23,7 +23,7 @@ from tether.types import RewardBatch, RewardOutput
 
 Payload = Callable[[RewardBatch, Sequence[int]], Mapping[str, Any]]
 """Makes the payload for these rows of a batch."""
-WANTED = 'JSON {"scores": [...]} with one number per answer'
+WANTED = 'JSON {{"{}": [...]}} with one number per answer'
 
 
 class HttpSource:
@@ -35,16 +35,25 @@ class HttpSource:
         batch_size: maximum number of answers per request.
         takes_steps: whether an answer may have scores of its steps in place of one number.
         missing: score of answers for which the service returns null.
+        under: the key of the scores in what it returns.
     """
 
     def __init__(
-        self, service: Service, payload: Payload, *, batch_size: int, takes_steps: bool, missing: Missing
+        self,
+        service: Service,
+        payload: Payload,
+        *,
+        batch_size: int,
+        takes_steps: bool,
+        missing: Missing,
+        under: str = "scores",
     ) -> None:
         self.service = service
         self.payload = payload
         self.batch_size = batch_size
         self.takes_steps = takes_steps
         self.missing = missing
+        self.under = under
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The service's scores and components.
@@ -76,12 +85,12 @@ class HttpSource:
         answer = await post(self.payload(batch, rows))
         asked = f", asked for {named(rows)}," if len(rows) < len(batch) else ""
         place = self.service.place + asked
-        if not isinstance(answer, dict) or "scores" not in answer:
+        if not isinstance(answer, dict) or self.under not in answer:
             got = type(answer).__name__
             if isinstance(answer, dict):
                 got = f"the keys {one_line(self.service.without_key(', '.join(answer)), SHOWN) or 'none'}"
-            raise RewardResponseError(f"{place} returned JSON with {got}; wanted {WANTED}")
-        given, components = (self.service.without_keys(answer.get(name)) for name in ("scores", "components"))
+            raise RewardResponseError(f"{place} returned JSON with {got}; wanted {WANTED.format(self.under)}")
+        given, components = (self.service.without_keys(answer.get(name)) for name in (self.under, "components"))
         components = {} if components is None else components
         if not isinstance(components, dict):
             raise RewardResponseError(
@@ -115,13 +124,21 @@ def http_source(config: HttpReward, name: str, key: str, tokenizer: PreTrainedTo
     Raises:
         ConfigError: the service's key is not set.
     """
-    tethers = config.protocol == "tether"
+    under = "rewards" if config.protocol == "openrlhf" else "scores"
+    match config.protocol:
+        case "tether":
+            payload = tether_payload(f"reward {name}", config.columns)
+        case "openrlhf":
+            payload = openrlhf_payload(f"reward {name}", tokenizer, *(config.columns or ()))
+        case "llamafactory":
+            payload = llamafactory_payload(tokenizer)
     return HttpSource(
-        service_of(config, config.url, name=name, key=key, wanted=WANTED),
-        tether_payload(f"reward {name}", config.columns) if tethers else llamafactory_payload(tokenizer),
+        service_of(config, config.url, name=name, key=key, wanted=WANTED.format(under)),
+        payload,
         batch_size=config.batch_size,
-        takes_steps=tethers,
+        takes_steps=config.protocol == "tether",
         missing=Missing(config.missing, name, key),
+        under=under,
     )
 
 
@@ -187,6 +204,27 @@ def llamafactory_payload(tokenizer: PreTrainedTokenizerBase) -> Payload:
     def payload(batch: RewardBatch, rows: Sequence[int]) -> Mapping[str, Any]:
         ids = [batch.read_ids(row) for row in rows]
         return {"model": "model", "messages": tokenizer.batch_decode(ids, skip_special_tokens=False)}
+
+    return payload
+
+
+def openrlhf_payload(name: str, tokenizer: PreTrainedTokenizerBase, label: str | None = None) -> Payload:
+    """Requests in OpenRLHF's protocol: prompts with the chat template applied, alone and with their answers.
+
+    Args:
+        name: the source's name in messages.
+        tokenizer: the policy's.
+        label: column to send as labels. Default: empty labels, as there.
+    """
+    texts = llamafactory_payload(tokenizer)
+
+    def payload(batch: RewardBatch, rows: Sequence[int]) -> Mapping[str, Any]:
+        labels = [batch.columns[label][row] if label is not None else "" for row in rows]
+        for row, value in zip(rows, labels, strict=True):
+            _check_json(value, f"{name}: column {label} of {answer_of(row, len(batch))}")
+        return {
+            "query": texts(batch, rows)["messages"], "prompts": [batch.queries[row] for row in rows], "labels": labels
+        }  # fmt: skip
 
     return payload
 

@@ -1,0 +1,82 @@
+"""Reward functions written for OpenRLHF and verl."""
+
+import pytest
+
+from tests.rewards.batches import text_batch
+from tether.errors import ConfigError
+from tether.rewards.function import FunctionSource, check_columns, load_function
+
+CHAT = [{"role": "user", "content": "hi"}]
+VERL = {"data_source": ["a", "b"], "reward_model": [{"ground_truth": "x"}, {"ground_truth": "yy"}]}
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Makes a source of a file's text."""
+
+    def make(text, label=None):
+        file = tmp_path / "judge.py"
+        file.write_text(f"import torch\n{text}")
+        return FunctionSource(load_function(str(file), "f", "rewards.0", label), "f")
+
+    return make
+
+
+def scores(source, **columns):
+    batch = text_batch("x", "yyy", prompts=["who", CHAT], **columns)
+    return source.score(batch).scores
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return torch.tensor([float(len(q)) for q in queries])",
+        "return {'rewards': torch.tensor([[len(q)] for q in queries]), 'scores': [0, 0], 'extra_logs': {}}",
+        "return [{'rewards': torch.tensor([len(q)])} for q in queries]",
+        "return [{'rewards': len(q)} for q in queries]",
+        "return [len(q) for q in queries]",
+    ],
+)
+def test_openrlhfs_function_gets_prompts_with_their_answers(source, body):
+    assert scores(source(f"def f(queries, prompts, labels, **kwargs): {body}")) == [4.0, 14.0]
+
+
+def test_openrlhfs_function_gets_the_prompts_as_the_policy_reads_them_and_the_labels_of_a_column(source):
+    body = "return [len(p) + 100 * (a == 'yes') for p, a in zip(prompts, labels)]"
+    labelled = source(f"def f(queries, prompts, labels): {body}", "answer")
+    assert scores(labelled, answer=["yes", "no"]) == [103.0, 11.0]
+    assert scores(source(f"def f(queries, prompts, labels): {body}")) == [3.0, 11.0]
+    assert scores(source("async def f(queries, prompts): return {'rewards': [1, 2]}")) == [1.0, 2.0]
+    with pytest.raises(ConfigError, match="needs answer, but the dataset's columns are gold"):
+        check_columns(labelled.function, ["gold"], "f", "rewards.0")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(data_source, solution_str, ground_truth, extra_info=None): return len(solution_str) - len(ground_truth)",
+        "def f(solution_str, ground_truth, **others): return {'score': len(solution_str) - len(ground_truth), 'a': 1}",
+        "async def f(solution_str, ground_truth): return {'score': len(solution_str) - len(ground_truth)}",
+        "def f(data_sources, solution_strs, ground_truths, extra_infos=None):\n"
+        "    return [{'score': len(s) - len(g)} for s, g in zip(solution_strs, ground_truths)]",
+    ],
+)
+def test_verls_function_gets_one_answer_with_its_truth_or_the_batch(source, text):
+    assert scores(source(text), **VERL) == [0.0, 1.0]
+
+
+def test_verls_function_gets_the_other_columns_that_it_takes(source):
+    taken = "data_source, solution_str, ground_truth, extra_info={}"
+    text = f"def f({taken}): return len(extra_info['i']) + (data_source == 'b')"
+    assert scores(source(text), **VERL, extra_info=[{"i": "123"}, {"i": "1"}]) == [3.0, 2.0]
+    needy = source("def f(data_source, solution_str, ground_truth, extra_info): return 0").function
+    with pytest.raises(ConfigError, match="needs data_source, extra_info, but the dataset's columns are reward_model"):
+        check_columns(needy, ["reward_model"], "f", "rewards.0")
+    modest = source("def f(solution_str, ground_truth, extra_info=None): return 0").function
+    check_columns(modest, ["reward_model"], "f", "rewards.0")
+
+
+@pytest.mark.parametrize("takes", ["prompts, completions", "solution_str, ground_truth, **others", "queries, prompts"])
+def test_a_label_that_no_argument_gets_is_told(source, takes):
+    with pytest.raises(ConfigError, match=r"rewards\.0\.label: f\(.*takes columns by their own names; leave it out"):
+        source(f"def f({takes}): return 0", "answer")

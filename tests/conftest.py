@@ -1,4 +1,5 @@
-"""No test reaches the network, and tiny models compute on one thread: more only wait for each other."""
+"""No test reaches the network or waits for the disk, and tiny models compute on one thread: more only wait for each
+other."""
 
 import gc
 import os
@@ -10,6 +11,7 @@ import torch
 from tests.checked import check_calls
 
 torch.set_num_threads(1)
+os.fsync = os.fstat  # no test cuts the power, and a run of three updates would wait for the disk 80 times
 
 
 def pytest_addoption(parser):

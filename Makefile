@@ -17,7 +17,7 @@ demo: $(VENV)/.demo
 	$(BIN)/tether demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt

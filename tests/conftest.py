@@ -1,7 +1,10 @@
-"""No test reaches the network, and tiny models compute on one thread: more only wait for each other."""
+"""No test reaches the network or waits for the disk, and tiny models compute on one thread: more only wait for each
+other."""
 
 import gc
 import os
+from collections import Counter
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -9,7 +12,18 @@ import torch
 
 from tests.checked import check_calls
 
+TESTS = Path(__file__).parent
+LONGEST = (
+    "distributed/test_deepspeed.py", "distributed/test_stages_deepspeed.py", "train/test_options.py",
+    "faults/test_ratio_and_kl.py", "test_pipeline.py", "test_readme.py", "distributed/test_stages.py",
+    "distributed/test_launchers.py", "models/test_compiled.py", "chaos/test_chaos.py", "distributed/test_fsdp.py",
+    "distributed/test_ddp.py", "distributed/test_trl.py", "benchmarks/test_performance.py", "mutants/test_run.py",
+    "demo/test_real_model.py", "test_page_pipeline.py",
+)  # fmt: skip
+"""Files that take long for the number of their tests."""
+
 torch.set_num_threads(1)
+os.fsync = os.fstat  # no test cuts the power, and a run of three updates would wait for the disk 80 times
 
 
 def pytest_addoption(parser):
@@ -29,3 +43,10 @@ def pytest_collection(session):
 def pytest_collection_finish(session):
     gc.freeze()
     gc.enable()
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the files that take longest first: of those that are left at the end no one keeps a worker from ending."""
+    sizes = Counter(item.path for item in items)
+    turns = {TESTS / name: turn for turn, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (turns.get(item.path, len(turns)), -sizes[item.path]))

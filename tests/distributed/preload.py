@@ -18,4 +18,5 @@ for name in ("pytest", *(["deepspeed"] if is_deepspeed_available() else [])):
     importlib.import_module(name)
 
 torch.set_num_threads(1)
+os.fsync = os.fstat  # as in tests/conftest.py
 gc.freeze()  # or each process would look through all of it, and copy it for that

@@ -72,7 +72,7 @@ def launch(folder: Path, stage: int, **more: Any) -> dict[str, str]:
         more: of ``zero_optimization``.
     """
     if stage == 1 and not more:
-        return launched("zero1", folder)
+        return launched("zero1")
     zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 100} if stage == 3 else {}) | more
     file = folder / f"stage-{stage}.json"
     file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}), encoding="utf-8")

@@ -167,7 +167,7 @@ def decoded(folder: Path, changes: Mapping[str, Any], lengths: tuple[int, ...]) 
 def test_answers_are_those_of_one_process_and_gathers_do_not_grow_with_them(folder):
     changes = {"sampling__batch_size": 2, "value__kind": "head"}
     lengths = (4, 24)
-    shipped = launched("fsdp2", folder)
+    shipped = launched("fsdp2")
     (answers, counts), (others, other_counts) = together(
         decoded, folder, settings(folder, changes, "two", 2), lengths, folder=folder, environment=shipped
     )

@@ -208,17 +208,13 @@ def test_a_launched_pipeline(tmp_path):
     overrides = [f"--{stage}.train.micro_batch_size=1" for stage in ("sft", "reward", "ppo")]
     overrides += ["--sft.train.bf16=true", "--reward.train.bf16=true", "--ppo.train.bf16=false"]
 
-    def launched() -> str:
-        done = subprocess.run(
-            [*command, str(file), *overrides],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-            capture_output=True, text=True, timeout=400,
-        )  # fmt: skip
-        said = " ".join((done.stdout + done.stderr).split())
-        assert done.returncode == 0, said
-        return said
-
-    said = launched()
+    done = subprocess.run(
+        [*command, str(file), *overrides],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 0, said
     folder = file.parent / "out"
     for name in ("sft", "reward", "ppo"):
         assert said.count(f"{name}: starts in") == 1 and said.count(f"{name}: {folder / name}") == 1
@@ -226,4 +222,6 @@ def test_a_launched_pipeline(tmp_path):
     before, first, *others = read_jsonl(folder / "ppo" / "metrics.jsonl")
     assert (before["eval_kl"], first["objective/kl"]) == (0.0, 0.0), "bfloat16 of the stages before is not left over"
     assert len([row for row in others if "objective/kl" in row]) == 2
-    assert launched().count("finished in") == 3
+    again = started(main, ["pipeline", str(file), *overrides], folder=tmp_path)
+    assert [outcome.exit_code for outcome in again] == [0, 0], again
+    assert " ".join(" ".join(outcome.output for outcome in again).split()).count("finished in") == 3

@@ -128,7 +128,7 @@ def launch(folder: Path, stage: int, **more: Any) -> dict[str, str]:
         more: of the DeepSpeed configuration.
     """
     if stage == 2 and not more:
-        return launched("zero2", folder)
+        return launched("zero2")
     zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 100} if stage == 3 else {})
     file = folder / f"stage-{stage}.json"
     file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}} | more), encoding="utf-8")

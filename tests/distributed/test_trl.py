@@ -72,7 +72,7 @@ def test_a_script_in_two_processes(tmp_path, engine):
         pytest.skip("DeepSpeed is not installed: pip install --no-build-isolation -e .[deepspeed]")
     own = engine != "DDP"
     kind, sizes, _, shown = alone(run, tmp_path, "one", 4, own, folder=tmp_path, timeout=400)
-    said = launched("zero3", tmp_path) if ENGINES[engine] is None else ENGINES[engine]
+    said = launched("zero3") if ENGINES[engine] is None else ENGINES[engine]
     first, second = together(run, tmp_path, "two", 2, own, folder=tmp_path, environment=said, timeout=400)
     assert (kind, sizes) == (("one process", 1.0), (1, 8, 8, 8))
     for process in (first, second):

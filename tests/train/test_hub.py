@@ -131,6 +131,7 @@ def test_a_failure_at_the_end_leaves_the_model_and_says_how_to_try_again(tmp_pat
         return (500, {"error": "down"}) if "/commit/" in path else preupload(self, path, body)
 
     monkeypatch.setattr(type(hub), "post", post)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # huggingface_hub waits longer each time that it asks again
     with pytest.raises(HubError, match=r"out could not be pushed to me/out: .*--to me/out` tries again"):
         train_policy(config)
     assert (config.output_dir / "model.safetensors").is_file() and (config.output_dir / "report.html").is_file()

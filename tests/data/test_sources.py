@@ -284,6 +284,14 @@ BROKEN = {
     "text.json": ('[{"prompt": "a"}, "b"]', "row 1: got str, wanted an object"),
     "rows.csv": ('prompt,answer\n"a\nb",c\nd\n', "line 4: got 1 cells, the header has 2"),
     "open.csv": ('prompt,answer\n"a\nb,c\nd\n', "line 2: not CSV: "),
+    "twice.jsonl": (
+        '{"prompt": "a"}\n{"prompt": "b", "answer": 1, "prompt": "c"}\n',
+        "line 2: JSON that cannot be read: several values under the key 'prompt'; wanted one",
+    ),
+    "twice inside.json": (
+        '[{"prompt": [{"role": "user", "content": "a", "content": "b"}]}]',
+        "several values under the key 'content'; wanted one",
+    ),
     "twice.csv": ("prompt,answer,,answer,\na,b,c,d,e\n", "line 1: has several columns 'answer'; wanted one of each"),
     "rows.parquet": ("prompt", "not a parquet file: "),
     "empty.jsonl": ("", "is empty"),

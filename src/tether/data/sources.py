@@ -178,12 +178,22 @@ def _jsonl(path: Path) -> Iterator[tuple[int | None, Row]]:
 def _decoded(text: str, where: str) -> Any:
     """The value of JSON text. ``where`` is empty if the text is a whole file."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         line = where or f", line {error.lineno}"
         raise _RowError(f"{line}: not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise _RowError(f"{where}: JSON that cannot be read: {error}") from error
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ``ValueError`` if two of its values have one key, as only the last would be read."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"several values under the key {twice!r}; wanted one")
+    return found
 
 
 def _json(path: Path) -> Iterator[tuple[int | None, Row]]:

@@ -178,6 +178,49 @@ def test_around_typed_tokens_a_template_has_the_tokens_that_it_always_has(name):
     assert ids.count(tokenizer.eos_token_id) == usual.count(tokenizer.eos_token_id)
 
 
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }} {% endif %}{% for m in messages %}<{{ m.role }}> "
+    "{{ m.reasoning_content or '' }} {% for call in m.tool_calls or [] %}{{ call.function | tojson }} {% endfor %}"
+    "{{ m.content }} <eos> {% endfor %}<assistant>"
+)
+CALL = {"function": {"name": "find", "arguments": {"word": "cat"}}}
+EVERYWHERE = {
+    "a call's argument": lambda text: {"tool_calls": [{"function": {"name": "find", "arguments": {"word": text}}}]},
+    "the name of an argument": lambda text: {"tool_calls": [{"function": {"name": "find", "arguments": {text: 1}}}]},
+    "a call's name": lambda text: {"tool_calls": [{"function": {"name": text, "arguments": {}}}]},
+    "thoughts": lambda text: {"reasoning_content": text, "tool_calls": [CALL]},
+}
+
+
+@pytest.mark.parametrize("place", EVERYWHERE)
+def test_a_typed_end_ends_no_turn_wherever_in_a_message_it_is(tmp_path, place):
+    tokenizer = tiny_bpe_tokenizer(chat_template=False)
+    tokenizer.chat_template = TOOL_TEMPLATE
+
+    def conversation(text):
+        turn = {"role": "assistant", "content": "you run"} | EVERYWHERE[place](text)
+        return [{"role": "user", "content": "the cat"}, turn, {"role": "tool", "content": "red"}]
+
+    (plain,) = queries(tmp_path, tokenizer, conversation("the red cat"))
+    (typed,) = queries(tmp_path, tokenizer, conversation("the <eos> cat"))
+    assert typed.token_ids.count(EOS) == plain.token_ids.count(EOS) == 3
+    assert typed.text == plain.text.replace("the red cat", "the <eos> cat")
+    assert typed.conversation == conversation("the <eos> cat")
+    (asked,) = queries(tmp_path, tokenizer, conversation("the <eos> cat"), special_tokens=True)
+    assert asked.token_ids.count(EOS) == 4
+
+
+def test_a_typed_end_in_a_tool_ends_nothing(tmp_path):
+    tokenizer, path = tiny_bpe_tokenizer(chat_template=False), tmp_path / "rows.jsonl"
+    tokenizer.chat_template = TOOL_TEMPLATE
+    tools = [{"name": "find", "description": "the <eos> cat"}]
+    path.write_text(json.dumps({"prompt": "the cat", "tools": tools}) + "\n")
+    usual = {"split": "train", "max_prompt_length": 512, "chat_template": "auto", "system_prompt": None, "key": "k"}
+    (prompt,) = load_prompts(str(path), tokenizer, **usual).prompts
+    assert prompt.token_ids.count(EOS) == 1
+    assert prompt.text.startswith(json.dumps(tools))
+
+
 def test_text_that_an_answer_continues_is_taken_as_it_is(tmp_path):
     tokenizer = tiny_tokenizer(chat_template=False)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "the <eos> cat"}) + "\n")

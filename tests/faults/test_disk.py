@@ -9,6 +9,7 @@ import shutil
 import time
 from collections import namedtuple
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 from transformers import TrainerCallback
@@ -23,13 +24,14 @@ from tests.train.trainers import trainer_of
 from tether.cli.main import main
 from tether.config.keys import counted
 from tether.config.load import dump_config
+from tether.config.schema import TrainConfig
 from tether.errors import CheckpointError, ConfigError
 from tether.metrics.trackers import Trackers
 from tether.metrics.writers import JsonlWriter, read_jsonl
 from tether.rewards.fake import FakeRewards
 from tether.stages.reward import train_reward_model
 from tether.stages.sft import train_sft
-from tether.train.checkpoint import Checkpoints
+from tether.train.checkpoint import Checkpoints, most_checkpoints
 from tether.train.run import train_policy
 
 Usage = namedtuple("Usage", "total used free")
@@ -90,6 +92,19 @@ def test_room_for_all_checkpoints_is_looked_for_before_training(tmp_path, monkey
             told = rf"dir: {counted(count, 'checkpoint')} of .* policy need .*save_total_limit"
             with pytest.raises(ConfigError, match=told):
                 trainer.checkpoints.try_saving(trainer.state, trainer.num_updates)
+
+
+@pytest.mark.parametrize(("save", "evaluate"), [*product((None, 1, 2, 3, 4, 7, 30), repeat=2)])
+def test_checkpoints_are_counted_without_a_list_of_them(save, evaluate):
+    """Every evaluation may be the best so far, also those before the first update and after the last."""
+    for num_updates in (1, 12, 13, 24):
+        kept = TrainConfig(max_steps=num_updates, save_steps=save, eval_steps=evaluate)
+        best = kept.model_copy(update={"metric_for_best_model": "eval_scores"})
+        saves, evaluations = (set(range(n, num_updates + 1, n)) if n else set() for n in (save, evaluate))
+        saves = saves or {"where the run is stopped"}
+        assert most_checkpoints(kept, num_updates) == len(saves)
+        assert most_checkpoints(best, num_updates) == len(saves | evaluations | {0, num_updates})
+    assert most_checkpoints(best, 10**15) > 0
 
 
 class FillDisk(TrainerCallback):

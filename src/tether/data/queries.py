@@ -216,9 +216,11 @@ def encoded_queries(
             "leave it out, or put it into the prompts"
         )
     typed = TypedTokens(tokenizer)
-    hidden = [None if isinstance(source, str) or form.special_tokens else typed.hidden(source) for source in sources]
-    shown = [marked or source for source, marked in zip(sources, hidden, strict=True)]
-    texts = every(partial(_rendered, tokenizer, now=form.chat_template_now), places, shown, arguments)
+    rows = list(zip(sources, arguments, strict=True))
+    taken = [is_plain or form.special_tokens for is_plain in plain]
+    hidden = [None if as_is else _hidden(typed, *row) for as_is, row in zip(taken, rows, strict=True)]
+    shown = [marked or row for marked, row in zip(hidden, rows, strict=True)]
+    texts = every(partial(_rendered, tokenizer, now=form.chat_template_now), places, *zip(*shown, strict=True))
     if False in plain:
         first = plain.index(False)
         _check_shown(tokenizer, arguments[first], places[first], form.chat_template_now)
@@ -232,6 +234,17 @@ def encoded_queries(
         if is_plain and bos and ids[:1] != bos:
             texts[i], queries[i] = tokenizer.bos_token + texts[i], bos + ids
     return texts, queries
+
+
+def _hidden(
+    typed: TypedTokens, messages: list[Message], arguments: Mapping[str, Any]
+) -> tuple[list[Message], Mapping[str, Any]] | None:
+    """Messages, and arguments of the chat template, with marks in place of special tokens typed into messages or tools;
+    None if there are none."""
+    marked, tools = typed.hidden(messages), arguments.get("tools")
+    if typed.are_in(tools):
+        return marked or messages, {**arguments, "tools": typed.marked(tools)}
+    return None if marked is None else (marked, arguments)
 
 
 def _rendered(

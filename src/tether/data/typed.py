@@ -6,7 +6,8 @@ A message that holds ``<|im_end|>`` would otherwise end its own turn, and could 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -39,11 +40,28 @@ class TypedTokens:
         self._control = self._stand_in()
 
     def hidden(self, messages: Sequence[Message]) -> list[Message] | None:
-        """The messages with a mark in place of each typed special token; None if there is none."""
-        if not any(self._pattern.search(message["content"]) for message in messages):
+        """The messages with a mark in place of each typed special token; None if there is none. Roles stay as they are;
+        everything else may be typed: contents, names, thoughts, and the arguments of calls."""
+        typed = [{name: value for name, value in message.items() if name != "role"} for message in messages]
+        if not self.are_in(typed):
             return None
-        contents = [self._pattern.sub(self._marked, _bare(message["content"])) for message in messages]
-        return [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
+        return [{**message, **self.marked(own)} for message, own in zip(messages, typed, strict=True)]
+
+    def are_in(self, value: Any) -> bool:
+        """Whether any text in a value, at whatever depth, holds the name of a special token."""
+        if isinstance(value, str):
+            return self._pattern.search(value) is not None
+        if isinstance(value, Mapping):
+            return any(self.are_in(part) for pair in value.items() for part in pair)
+        return isinstance(value, list | tuple) and any(map(self.are_in, value))
+
+    def marked(self, value: Any) -> Any:
+        """A value with a mark in place of each special token in its texts, at whatever depth."""
+        if isinstance(value, str):
+            return self._pattern.sub(self._marked, _bare(value))
+        if isinstance(value, Mapping):
+            return {self.marked(name): self.marked(part) for name, part in value.items()}
+        return [self.marked(part) for part in value] if isinstance(value, list | tuple) else value
 
     def encoded(self, rendered: str) -> tuple[str, list[int]]:
         """Text and token ids of the chat template's rendering of ``hidden`` messages: special tokens that it wrote

@@ -17,6 +17,7 @@ counters are their entire random state.
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
@@ -281,12 +282,9 @@ class Checkpoints:
         """Raises ``ConfigError`` if there is no room for the trained policy and as many checkpoints of ``size`` bytes
         as will exist at once."""
         train = self.config.train
-        keeps_best = train.metric_for_best_model is not None
-        steps = set(_every(train.save_steps, num_updates)) or {None}  # one if the run is stopped
-        if keeps_best:  # each evaluation may be the best so far
-            steps |= {0, num_updates, *_every(train.eval_steps, num_updates)}
-        kept = len(steps)
+        kept = most_checkpoints(train, num_updates)
         if train.save_total_limit is not None:  # a new one is written before an old one is deleted
+            keeps_best = train.metric_for_best_model is not None
             kept = min(kept, train.save_total_limit + 1 + keeps_best)
         free = shutil.disk_usage(self.config.output_dir).free
         if (needed := kept * size + policy) > free:
@@ -366,9 +364,22 @@ class Checkpoints:
             shutil.rmtree(path)
 
 
-def _every(steps: int | None, num_updates: int) -> range:
-    """The updates after which something that happens every ``steps`` updates is due."""
-    return range(0) if steps is None else range(steps, num_updates + 1, steps)
+def most_checkpoints(train: TrainConfig, num_updates: int) -> int:
+    """Number of checkpoints that a run writes, if every evaluation is the best so far. Counted, not listed: a run that
+    trains until it is stopped may be given any number of updates."""
+    saves = _times(train.save_steps, num_updates)
+    own = saves or 1  # one if the run is stopped
+    if train.metric_for_best_model is None:
+        return own
+    periods = [steps for steps in (train.save_steps, train.eval_steps) if steps is not None]
+    both = num_updates // math.lcm(*periods) if len(periods) == 2 else 0
+    at_end = all(num_updates % steps for steps in periods)
+    return own + _times(train.eval_steps, num_updates) - both + 1 + at_end  # one before the first update
+
+
+def _times(steps: int | None, num_updates: int) -> int:
+    """How often something happens every ``steps`` updates."""
+    return 0 if steps is None else num_updates // steps
 
 
 def _criterion(config: RunConfig) -> tuple[str | None, bool]:

@@ -172,6 +172,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_a_model_is_loaded(tmp_path,
 
 @pytest.mark.parametrize("command", ["ppo", *STAGES, "pipeline"])
 def test_the_first_process_alone_shows_the_help(monkeypatch, capsys, command):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, is_shown in (("0", True), ("1", False)):
         monkeypatch.setenv("RANK", rank)
         assert main([command, "--help"]) == 0

@@ -82,6 +82,15 @@ class TestReading:
         with pytest.raises(ConfigError, match="is a folder"):
             load_config(tmp_path)
 
+    def test_an_output_folder_without_a_name_is_not_the_current_one(self):
+        """What is left of ``--output_dir=$OUT`` if the variable is not set."""
+        of_run = "rewards: [{type: model, path: j}], data: {prompts: p}, train: {max_steps: 1}"
+        for section, keys in {RunConfig: of_run, RewardStageConfig: "data: {pairs: p}"}.items():
+            text = f"{{model: {{path: m}}, {keys}, output_dir: o}}"
+            (told,) = problems(text, "--output_dir=", section=section)
+            assert "--output_dir: got '', which would be the current folder" in told
+            assert parse_config(text, section, overrides=["--output_dir=."]).output_dir == Path()
+
     def test_another_section_class_may_be_the_whole_file(self):
         config = parse_config("{model: {path: m}, data: {pairs: p.jsonl}, output_dir: o}", RewardStageConfig)
         assert config.data.pairs == "p.jsonl"

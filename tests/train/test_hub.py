@@ -2,6 +2,7 @@
 
 import json
 
+import httpx2
 import pytest
 
 from tests.hub import TOKEN, fake_hub
@@ -121,6 +122,17 @@ def test_a_hub_that_refuses_is_told_before_training(tmp_path, hub, monkeypatch):
     with pytest.raises(ConfigError, match=r"repository out could not be opened on the hub: .*hf auth login") as raised:
         train_policy(tiny_run(tmp_path, train__push_to_hub=True))
     assert TOKEN not in str(raised.value)
+
+
+def test_a_hub_that_cannot_be_reached_is_told_before_training(tmp_path, monkeypatch):
+    def refused(*args, **kwargs):
+        raise httpx2.ConnectError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("tether.train.hub.HfApi.create_repo", refused)
+    monkeypatch.setattr("tether.train.run.build_trainer", lambda *args: pytest.fail("a model was loaded"))
+    with pytest.raises(ConfigError, match=r"^train\.push_to_hub: repository out could not be opened .*: Name"):
+        train_policy(tiny_run(tmp_path, train__push_to_hub=True))
 
 
 def test_a_failure_at_the_end_leaves_the_model_and_says_how_to_try_again(tmp_path, hub, monkeypatch):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from peft import LoHaConfig
 from pydantic import ValidationError
 from transformers import PhimoeConfig, PhimoeForCausalLM
@@ -24,6 +25,7 @@ from tether.inference.generate import generate_path
 from tether.inference.saved import run_config
 from tether.machine.claim import claimed
 from tether.models import classifiers, loading
+from tether.models.attention import check_kernel
 from tether.train.display import NullDisplay
 from tether.train.inputs import check_data, load_data, resolved
 from tether.train.norms import read_norms
@@ -444,3 +446,11 @@ class TestLengths:
             with pytest.raises(pytest.fail.Exception):
                 evaluate_path(config.output_dir, prompts=asked, display=said)
         assert said.messages[0].endswith("1 of 2 prompts, 1 dropped as longer than 8 tokens")
+
+
+def test_attention_that_does_not_train_on_a_cpu_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tether.train.inputs.default_device", lambda: torch.device("cpu"))
+    told = r"^model\.attn_implementation: got flex_attention, which torch does not train on a CPU; wanted sdpa or eager"
+    with pytest.raises(ConfigError, match=told):
+        train_policy(tiny_run(tmp_path, model__attn_implementation="flex_attention"))
+    check_kernel("flex_attention", torch.device("cuda"))

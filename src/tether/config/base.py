@@ -1,9 +1,10 @@
 """The base of every configuration section, and what several of them check."""
 
 import fractions
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Quantization = Literal["4bit", "8bit"]
 """How many bits the weights of linear layers are held in."""
@@ -15,6 +16,16 @@ HeldOut = Annotated[float, Field(ge=0.0, lt=1.0)]
 """A share that leaves something to train on."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 """What the generators of Python, NumPy and torch alike can begin with."""
+
+
+def _named(path: Any) -> Any:
+    if path == "":
+        raise ValueError("got '', which would be the current folder; wanted the name of a folder, or . for this one")
+    return path
+
+
+OutputDir = Annotated[Path, BeforeValidator(_named)]
+"""A folder to write to. What is left of a shell's variable that is not set is none."""
 
 
 def check_precision(bf16: bool | None, fp16: bool) -> None:

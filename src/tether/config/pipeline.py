@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import model_validator
 
 from tether.config import text
-from tether.config.base import Section, Seed
+from tether.config.base import OutputDir, Section, Seed
 from tether.config.chat import DataKeys
 from tether.config.load import checked_config, override_pairs, read_file
 from tether.config.model import LoraConfig, ModelConfig
@@ -41,7 +41,7 @@ class PipelineConfig(Section):
     ``rewards`` of its own."""
     seed: Seed = 42
     """``train.seed`` of every stage."""
-    output_dir: Path
+    output_dir: OutputDir
     """Folder for the stages' folders: ``sft``, ``reward`` and ``ppo``."""
     overwrite_output_dir: bool = False
     """Run all stages again. If false, finished stages are skipped, and an unfinished one continues."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import reduce
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -25,6 +24,7 @@ from tether.config.base import (
     LARGEST_DEFAULT,
     Fraction,
     HeldOut,
+    OutputDir,
     Section,
     Seed,
     check_precision,
@@ -478,7 +478,7 @@ class RunConfig(Section):
     """The algorithm."""
     train: TrainConfig
     """Batches, optimizer, evaluation, saving."""
-    output_dir: Path
+    output_dir: OutputDir
     """Folder for the trained policy and everything else that the run writes."""
     overwrite_output_dir: bool = False
     """Start again in a folder that holds an earlier run, and replace its files."""

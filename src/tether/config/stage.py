@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -11,6 +10,7 @@ from tether.config.base import (
     LARGEST_DEFAULT,
     Fraction,
     HeldOut,
+    OutputDir,
     Section,
     Seed,
     check_precision,
@@ -146,7 +146,7 @@ class StageConfig(Section):
     """The model to train."""
     train: StageTrainConfig = StageTrainConfig()
     """Batches, optimizer, evaluation, saving."""
-    output_dir: Path
+    output_dir: OutputDir
     """Folder for the trained model and everything else that the run writes."""
     overwrite_output_dir: bool = False
     """Start again in a folder that holds an earlier run, and replace its files."""

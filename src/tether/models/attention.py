@@ -20,11 +20,21 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from tether.errors import ConfigError
 from tether.models.compiled import is_compiled
 from tether.models.device import HALF, half_is_slow, is_x86
 
 LONGEST = 192
 """Maximum number of keys up to which the gradient is faster in float32 on every processor."""
+
+
+def check_kernel(kernel: str | None, device: torch.device) -> None:
+    """Raises ``ConfigError`` if ``model.attn_implementation`` names a kernel without a gradient on the device."""
+    if kernel == "flex_attention" and device.type == "cpu":
+        raise ConfigError(
+            "model.attn_implementation: got flex_attention, which torch does not train on a CPU; wanted sdpa or eager, "
+            "or an accelerator"
+        )
 
 
 def wide_gradients(module: nn.Module) -> AbstractContextManager:

@@ -16,7 +16,9 @@ from tether.errors import CheckpointError, ConfigError
 from tether.machine.distributed import Dist
 from tether.machine.precision import check_precision
 from tether.metrics.trackers import check_report_to
+from tether.models.attention import check_kernel
 from tether.models.chat import check_template
+from tether.models.device import default_device
 from tether.models.paths import check_model_path
 from tether.models.saving import MANIFEST, verify_manifest
 from tether.stages.checkpoints import missing_in, newest_checkpoint
@@ -80,6 +82,7 @@ def check_stage(config: StageConfig, command: str) -> None:
         if launched.mixed_precision() == "fp16":
             told = "mixed_precision of the launch: got fp16, wanted no"
         raise ConfigError(f"{told}: there is no accelerator, so tether {command} would train in float32")
+    check_kernel(config.model.attn_implementation, default_device())
     check_model_path(config.model.path, "model.path", revision=config.model.revision)
     check_template(config.data.chat_template)
     if config.train.lr_scheduler_type not in SCHEDULES:

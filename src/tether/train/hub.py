@@ -6,8 +6,9 @@ import json
 from itertools import chain
 from pathlib import Path
 
+from httpx2 import HTTPError
 from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors import safe_open
 
 from tether.errors import ConfigError, HubError
@@ -19,6 +20,8 @@ from tether.report.text import one_line
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
 """Patterns of the files pushed from a folder without a manifest, not from folders within it."""
+REFUSED = (HTTPError, LocalTokenNotFoundError, OSError, ValueError)
+"""Errors of a hub that cannot be reached, or refuses."""
 TEMPLATES = "additional_chat_templates"
 """Folder in which transformers saves the chat templates of a tokenizer that has several."""
 
@@ -39,7 +42,7 @@ def open_repository(name: str, *, private: bool | None, key: str, token: str | N
         raise ConfigError(f"{key}: HF_HUB_OFFLINE is set, so nothing can be pushed. Unset it, or push later")
     try:
         return HfApi(token=token).create_repo(name, private=private, exist_ok=True).repo_id
-    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
+    except REFUSED as error:
         raise ConfigError(
             f"{key}: repository {name} could not be opened on the hub: {_reason(error)}. Log in with `hf auth login` "
             "or set HF_TOKEN to a token with write access, and check the name"
@@ -71,7 +74,7 @@ def push(folder: Path, repository: str, *, with_answers: bool = True) -> str:
         commit = api.upload_folder(
             repo_id=repository, folder_path=folder, allow_patterns=files, commit_message=message
         )
-    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
+    except REFUSED as error:
         raise HubError(
             f"{folder} could not be pushed to {repository}: {_reason(error)}. The model is complete in its folder; "
             f"`tether push {folder} --to {repository}{'' if with_answers else ' --no_samples'}` tries again"

@@ -24,6 +24,7 @@ from tether.data.prompts import PromptData, load_prompts, split_prompts
 from tether.errors import ConfigError, DataError, ModelError
 from tether.metrics.trackers import check_report_to
 from tether.models.adapters import check_beside, check_switched_off, check_targets, check_tied, grown
+from tether.models.attention import check_kernel
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.build import critic_source, policy_embeddings
 from tether.models.chat import check_template, check_template_kwargs, templated
@@ -93,6 +94,7 @@ def check(config: RunConfig) -> None:
         check_bitsandbytes("adamw_8bit", "train.optim", default_device())
     if config.train.compile:
         check_compile("train.compile", default_device())
+    check_kernel(config.model.attn_implementation, default_device())
     check_template(config.data.chat_template)
     check_named(config.data, "prompts", "eval_prompts", "ptx")
     check_rewards(config.rewards)

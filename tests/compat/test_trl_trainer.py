@@ -1054,6 +1054,7 @@ class Table:
         (lambda f: {"model": policy(f).requires_grad_(False)}, "model: none of its parameters requires a gradient"),
         (lambda f: {"train_dataset": None}, "train_dataset: got NoneType, wanted one datasets.Dataset"),
         (lambda f: {"eval_dataset": {"a": [], "b": []}}, r"eval_dataset: got several datasets \(a, b\)"),
+        (lambda f: {"eval_dataset": {"input_ids": [7]}}, r"eval_dataset: got a single row \(input_ids\), wanted"),
         (lambda f: {"train_dataset": ["text"]}, "train_dataset: its rows are of type str, wanted mappings"),
         (lambda f: {"train_dataset": Table()}, "train_dataset: got Table, which has no row 0, wanted one datasets"),
         (lambda f: {"data_collator": lambda rows: rows}, "data_collator: got list without input_ids"),

@@ -676,6 +676,13 @@ class TestToOurs:
         assert made.startswith("# tether sft ")
 
 
+@pytest.mark.parametrize("value", ["False", "-1", "0"])
+def test_verl_turns_evaluations_and_checkpoints_off_by_false_or_a_number(tmp_path, value):
+    launch = VERL.replace("save_freq=20", f"save_freq={value}").replace("test_freq=10", f"test_freq={value}")
+    train = parse_config(converted(written(tmp_path, "launch.sh", launch))).train
+    assert (train.eval_steps, train.save_steps) == (None, None)
+
+
 class TestOfTrl:
     def test_what_a_launch_leaves_out_is_trls_default(self, tmp_path):
         made = converted(written(tmp_path, "launch.sh", "python ppo.py --dataset_name org/d --total_episodes 10000"))
@@ -740,6 +747,10 @@ class TestFromOurs:
         script = converted(written(tmp_path, "ours.yaml", made), "openrlhf")
         assert "dropped, rewards" not in script
         assert yaml.safe_load(converted(written(tmp_path, "back.sh", script)))["rewards"] == [reward]
+
+    def test_openrlhfs_template_of_prompts_is_a_file_here(self, tmp_path):
+        made = converted(written(tmp_path, "launch.sh", OPENRLHF_OLD.strip() + " --input_template 'Q: {} A:'"))
+        assert "# dropped, input_template: 'Q: {} A:': name a Jinja file with the same text in data.chat_temp" in made
 
     def test_what_they_cannot_say_is_named(self, tmp_path):
         text = OURS.replace("kl_coef: 0.03,", "kl_coef: 0.03, kl_target: 6, score_norm: frozen,").replace(

@@ -487,16 +487,71 @@ def test_a_module_of_the_scripts_own_may_be_the_critic(tmp_path, bf16):
     assert changed(tensors(critic), again) == {"unused.weight", "unused.bias"}  # neither trunk nor score
 
 
+class MethodCritic(torch.nn.Module):
+    """A critic whose ``score`` is a method, which leaves the last dimension out."""
+
+    base_model_prefix = "trunk"
+
+    def __init__(self, trunk, head):
+        super().__init__()
+        self.trunk, self.head = trunk, head
+
+    def score(self, states):
+        return self.head(states).squeeze(-1)
+
+
+def test_a_method_of_the_scripts_own_may_be_the_critics_head(tmp_path):
+    of_method, as_classifier = classifier(tmp_path), classifier(tmp_path)
+    critic = MethodCritic(of_method.model, of_method.score)
+    before, losses = tensors(critic), []
+    for value in (critic, as_classifier):
+        made = trainer(tmp_path, value_model=value)
+        made.train()
+        losses.append([row["loss/value_avg"] for row in made.state.log_history])
+        shutil.rmtree(tmp_path / "out")
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    assert changed(before, critic) == set(before)
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_a_critic_on_the_policys_own_layers_is_a_head_of_the_policy(tmp_path, is_adapted):
+    model = policy(tmp_path)
+    value = MethodCritic(model.model, scores_of_two_layers())
+    before = tensors(value.head)
+    args = arguments(tmp_path, vf_coef=0.5, save_steps=1)
+    made = trainer(tmp_path, args=args, model=model, value_model=value, peft_config=lora() if is_adapted else None)
+    made.train()
+    config = load_config(tmp_path / "out" / "config.yaml", section=RunConfig)
+    assert (config.value_kind, config.ppo.vf_coef) == ("head", 0.5)
+    assert changed(before, value.head) == set(before)
+    assert made.state.log_history[0]["objective/kl"] == 0
+    assert [each.value_weight for each in made._optimizers] == [0.5]
+    with torch.no_grad():  # the critic reads the layers that the policy trained
+        ids = torch.tensor([[7, 8]])
+        states = made.policy_model(ids, output_hidden_states=True).hidden_states[-1]
+        assert torch.equal(value.trunk(ids).last_hidden_state, states)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    base = policy(tmp_path)
+    again = MethodCritic(base.model, scores_of_two_layers())
+    more = trainer(tmp_path, args=args, model=base, value_model=again, peft_config=lora() if is_adapted else None)
+    more.train(resume_from_checkpoint=True)
+    assert not changed(tensors(value), again)
+
+
 def test_a_head_that_makes_no_number_of_a_state_is_refused(tmp_path):
     critic, without, headless = (OwnCritic(classifier(tmp_path).model) for _ in range(3))
     critic.score, headless.score = torch.nn.Linear(16, 3), None
     without.trunk = torch.nn.Linear(4, 4)
+    loose, wide = (MethodCritic(classifier(tmp_path).model, torch.nn.Linear(16, 2)) for _ in range(2))
+    loose.scale = torch.nn.Parameter(torch.ones(1))
     narrow, pair = classifier(tmp_path), classifier(tmp_path)
     narrow.score, pair.score = torch.nn.Sequential(torch.nn.Linear(8, 1)), torch.nn.Sequential(torch.nn.Linear(16, 2))
     for given, message in (
         ({"value_model": critic}, "value_model: got a classifier with 3 labels, wanted a sequence classifier"),
         ({"value_model": headless}, "value_model: got OwnCritic, wanted a sequence classifier .*, or a module with b"),
         ({"value_model": without}, "value_model: got OwnCritic with a Linear as backbone, wanted .* a model of transf"),
+        ({"value_model": loose}, "value_model: scale of MethodCritic are in none of its modules, wanted a sequence"),
+        ({"value_model": wide}, r"value_model: the score of MethodCritic gives values of shape \[2, 2\] for hidden"),
         ({"value_model": narrow}, r"value_model: the score of LlamaForSeq.* gives RuntimeError: .*\[2, 1\]"),
         ({"reward_model": pair}, r"reward_model: the score of Llama.* gives values of shape \[2, 2\] .* \[2, 16\]"),
     ):
@@ -999,6 +1054,7 @@ class Table:
         (lambda f: {"model": policy(f).requires_grad_(False)}, "model: none of its parameters requires a gradient"),
         (lambda f: {"train_dataset": None}, "train_dataset: got NoneType, wanted one datasets.Dataset"),
         (lambda f: {"eval_dataset": {"a": [], "b": []}}, r"eval_dataset: got several datasets \(a, b\)"),
+        (lambda f: {"eval_dataset": {"input_ids": [7]}}, r"eval_dataset: got a single row \(input_ids\), wanted"),
         (lambda f: {"train_dataset": ["text"]}, "train_dataset: its rows are of type str, wanted mappings"),
         (lambda f: {"train_dataset": Table()}, "train_dataset: got Table, which has no row 0, wanted one datasets"),
         (lambda f: {"data_collator": lambda rows: rows}, "data_collator: got list without input_ids"),

@@ -241,14 +241,19 @@ def _critic(keys: Translator) -> None:
     keys.covered("critic.model.path", by="the reward model, as by default here")
 
 
+def _every(keys: Translator, ours: str, theirs: str) -> None:
+    """A number of updates, which false or a number below 1 turns off."""
+    if keys.given.get(theirs) is not False and keys.number(theirs, -1) > 0:
+        keys.put(ours, keys.take(theirs), theirs)
+
+
 def _data(keys: Translator) -> None:
     if not keys.gives("data.train_files"):
         keys.refuse("data.train_files", "missing; wanted the prompts")
     keys.put("data.prompts", keys.take("data.train_files"), "data.train_files")
     if keys.gives("data.val_files"):
         keys.put("data.eval_prompts", keys.take("data.val_files"), "data.val_files")
-        if keys.number("trainer.test_freq", -1) > 0:
-            keys.put("train.eval_steps", keys.take("trainer.test_freq"), "trainer.test_freq")
+        _every(keys, "train.eval_steps", "trainer.test_freq")
     keys.prompt_column("data.prompt_key", "prompt")
     keys.covered("data.reward_fn_key", by="columns reach reward functions under their own names")
     keys.covered("data.truncation", "data.filter_overlong_prompts", by="prompts that are too long are dropped")
@@ -379,8 +384,7 @@ def _output(keys: Translator) -> None:
         parts = [keys.given.get(key) or usual for key, usual in known.items()]
         folder = "/".join(["checkpoints", *(str(part) for part in parts if not isinstance(part, Unset))])
     keys.put("output_dir", folder, "trainer.default_local_dir")
-    if keys.number("trainer.save_freq", -1) > 0:
-        keys.put("train.save_steps", keys.take("trainer.save_freq"), "trainer.save_freq")
+    _every(keys, "train.save_steps", "trainer.save_freq")
     loggers = keys.take("trainer.logger", [])
     trackers = [name for name in (loggers if isinstance(loggers, list) else [loggers]) if name != "console"]
     if trackers:

@@ -363,6 +363,7 @@ def run_config(
     num_prompts: int,
     evaluates: bool,
     stop_token: str | None,
+    value_kind: str = "model",
 ) -> RunConfig:
     """The run that the arguments describe, after ``derive``.
 
@@ -373,6 +374,7 @@ def run_config(
         num_prompts: number of prompts in the training data.
         evaluates: whether there are held-out prompts to evaluate on.
         stop_token: what ends an answer, as a value of ``sampling.stop_token``.
+        value_kind: ``model``, or ``head`` for a critic on the policy's own layers.
 
     Raises:
         ConfigError: names the argument, the value it got and what is expected.
@@ -391,6 +393,9 @@ def run_config(
     origins = {(part, name): name for part, names in given.items() for name in names}
     origins["sampling", "batch_size"] = "local_rollout_forward_batch_size"
     given["ppo"] |= {"missing_eos_penalty": args.missing_eos_penalty if stop_token is not None else None}
+    if value_kind == "head":
+        given["ppo"]["vf_coef"] = args.vf_coef
+        origins["ppo", "vf_coef"] = "vf_coef"
     given["sampling"] |= {"stop_token": stop_token, "batch_size": args.local_rollout_forward_batch_size}
     given["train"] |= {
         "rollout_batch_size": args.batch_size,
@@ -411,7 +416,7 @@ def run_config(
     config, _ = without_idle(
         {
             "model": {"path": model_path, "lora": lora},
-            "value": {"kind": "model"},
+            "value": {"kind": value_kind},
             "rewards": [dict(reward) for reward in rewards],
             "data": data,
             "output_dir": args.output_dir,

@@ -77,6 +77,8 @@ def prompts_of(
 
 def _rows(dataset: Any, name: str) -> list[Mapping[str, Any]]:
     wanted = "wanted one datasets.Dataset, or a list of rows"
+    if isinstance(dataset, Mapping) and not {IDS, *TEXTS}.isdisjoint(dataset):
+        raise ConfigError(f"{name}: got a single row ({', '.join(map(str, dataset))}), {wanted}: [row]")
     if isinstance(dataset, Mapping):
         raise ConfigError(f"{name}: got several datasets ({', '.join(map(str, dataset))}), {wanted}: choose one")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or isinstance(dataset, str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.config.schema import RunConfig
@@ -51,7 +51,7 @@ CLASSIFIER = (
 )
 CRITIC = (
     f"{CLASSIFIER}, or a module with base_model_prefix, a model of transformers under that name, and score, a module "
-    "that makes one number of each of its hidden states"
+    "or method that makes one number of each of its hidden states"
 )
 
 MERGE = {
@@ -93,6 +93,11 @@ class Models:
     def value_trunk(self) -> PreTrainedModel:
         """What reads token ids for the critic: the critic itself, or the backbone of a module of the script's own."""
         return self.value if isinstance(self.value, PreTrainedModel) else backbone_of(self.value)
+
+    @property
+    def shares_trunk(self) -> bool:
+        """Whether the critic is a head of the script's own on the policy's layers."""
+        return self.value_trunk is not self.value and self.value_trunk.base_model is self.base.base_model
 
     @property
     def is_adapted(self) -> bool:
@@ -175,10 +180,8 @@ class Models:
         train."""
         frozen = [("ref_model", self.reference)] if self.reference is not None else []
         frozen += [("reward_model", judge) for judge in judges]
-        for trains, model, others in (
-            ("model", self.policy, [("value_model", self.value), *frozen]),
-            ("value_model", self.value, frozen),
-        ):
+        critic = [] if self.shares_trunk else [("value_model", self.value)]
+        for trains, model, others in (("model", self.policy, critic + frozen), ("value_model", self.value, frozen)):
             places = {parameter.data_ptr() for parameter in model.parameters()} - {0}
             for name, other in others:
                 shared = [key for key, parameter in other.named_parameters() if parameter.data_ptr() in places]
@@ -259,7 +262,7 @@ class Models:
             ConfigError, ModelError: an adapter does not fit, or an end token has no embedding.
         """
         check_token_ids(self.base, tokenizer)
-        value, autocast_dtype = _critic(self.value, self.value_trunk), half_dtype(config.train, device)
+        head, autocast_dtype = _critic_head(self.value, self.value_trunk), half_dtype(config.train, device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.train.seed)
             adapted = self._adapted()
@@ -276,7 +279,7 @@ class Models:
             trained = adapter_parameters(adapted, adapter)
             policy = Role(POLICY, self.base, source, "adapter on the base", adapter, trained=trained)
         models = ModelRoles(
-            [policy, *reference, value],
+            [policy, *reference, self._critic(head, policy)],
             adapted=adapted,
             base_source=absolute_source(source),
             tokenizer=tokenizer,
@@ -286,6 +289,15 @@ class Models:
             processor=processor,
         )
         return finished(models, config)
+
+    def _critic(self, head: nn.Module, policy: Role) -> Role:
+        """The value model as it is; a linear head then computes in its own dtype, also under autocast."""
+        trunk, source = self.value_trunk, name_of(self.value_trunk)
+        if self.shares_trunk:
+            return Role(VALUE, policy.model, source, "head on the policy", policy.adapter, head, _trainable(head))
+        used = {id(parameter) for module in (trunk, head) for parameter in module.parameters()}
+        trained = {name: parameter for name, parameter in _trainable(self.value).items() if id(parameter) in used}
+        return Role(VALUE, trunk, source, "own weights", head=head, trained=trained)
 
     def _adapted(self) -> PeftModel | None:
         if isinstance(self.policy, PeftModel):
@@ -338,6 +350,34 @@ def backbone_of(module: Any) -> Any:
     return backbone if callable(backbone) and callable(getattr(module, "score", None)) else None
 
 
+class MethodHead(nn.Module):
+    """The ``score`` of a script's own critic that is a method.
+
+    Args:
+        score: hidden states [..., D] → [..., 1] or [...].
+        parts: the modules that it computes with, by name.
+    """
+
+    def __init__(self, score: Callable[[Tensor], Tensor], parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(parts)
+        self._score = [score]  # in a list, so that a callable module is not registered twice
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The value of each hidden state, [..., 1]."""
+        values = self._score[0](hidden)
+        return values.unsqueeze(-1) if values.shape == hidden.shape[:-1] else values
+
+
+def _critic_head(model: nn.Module, trunk: PreTrainedModel) -> nn.Module:
+    """The head of a critic, in eval mode, with the critic's own parameters."""
+    if isinstance(_score(model), nn.Module):
+        return with_scalar_head(model).eval()
+    below = set(map(id, trunk.modules()))
+    own = {name: part for name, part in model.named_children() if below.isdisjoint(map(id, part.modules()))}
+    return MethodHead(model.score, own).eval()
+
+
 def _check_critic(model: Any) -> None:
     """Raises ``ConfigError`` if ``model`` cannot give a value for each token."""
     backbone = backbone_of(model)
@@ -370,6 +410,10 @@ def _check_head(model: nn.Module, trunk: PreTrainedModel, name: str, wanted: str
         if score.out_features != 1:
             raise ConfigError(f"{name}: got a classifier with {score.out_features} labels, wanted {wanted}")
         return
+    if trunk is not model and callable(score) and not isinstance(score, nn.Module):
+        if loose := [each for each, _ in model.named_parameters(recurse=False)]:
+            raise ConfigError(f"{name}: {', '.join(loose)} of {kind} are in none of its modules, wanted {wanted}")
+        score = _critic_head(model, trunk)
     if not isinstance(score, nn.Module) or isinstance(score, BaseTunerLayer | ModulesToSaveWrapper):
         merge = f". {MERGE[name]}" if isinstance(score, nn.Module) else ""
         raise ConfigError(f"{name}: got {kind} without a module `score`, wanted {wanted}{merge}")
@@ -529,14 +573,6 @@ def check_positions(models: Mapping[str, PreTrainedModel], longest: int, respons
     for name, model in models.items():
         words = {"key": "PPOConfig.response_length", "way_out": "lower it, or drop long prompts", "model": name}
         fit.check_positions(model.config, longest, response_length, **words)
-
-
-def _critic(model: nn.Module, trunk: PreTrainedModel) -> Role:
-    """The value model as it is; a linear head then computes in its own dtype, also under autocast."""
-    head = with_scalar_head(model).eval()
-    used = {id(parameter) for module in (trunk, head) for parameter in module.parameters()}
-    trained = {name: parameter for name, parameter in _trainable(model).items() if id(parameter) in used}
-    return Role(VALUE, trunk, name_of(trunk), "own weights", head=head, trained=trained)
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -165,6 +165,7 @@ class PPOTrainer:
             num_prompts=len(prompts.prompts),
             evaluates=self._evaluates,
             stop_token=stop_token,
+            value_kind="head" if models.shares_trunk else "model",
         )
         self._config = config = with_now(describe(args), now)
         check_schedule(config, args.num_total_batches)
@@ -186,7 +187,8 @@ class PPOTrainer:
         set_seed((args.seed + dist.rank) % 2**32)
         self._build(models, judges, prompts, stops, optimizers)
         self._phases: PhaseTrainer | None = None
-        self._changes, self._has_own_optimizer = Changes(args, describe), optimizers[0] is not None
+        self._changes = Changes(args, describe)
+        self._has_one_optimizer = optimizers[0] is not None or models.shares_trunk
         self.train_dataset_len, self.stop_token_id = len(prompts.prompts), next(iter(stops), None)
         self._show(reward_model, value_model, ref_model)
         self._events = Events(
@@ -426,7 +428,7 @@ class PPOTrainer:
         self._config = self._config.model_copy(update={"ppo": ppo})
         if self._phases is not None:
             self._phases.follow(ppo)
-        if self._has_own_optimizer:
+        if self._has_one_optimizer:
             self._optimizers[0].value_weight = self.args.vf_coef
 
     def _check_folder(self, folder: Path) -> None:

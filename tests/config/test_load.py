@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tether.config import text
 from tether.config.load import dump_config, load_config, parse_config
@@ -355,6 +356,21 @@ def test_lora_targets_that_can_match_nothing(file):
     for targets, what in whats.items():
         with pytest.raises(ConfigError, match=rf"--model\.lora\.target_modules: .*{what}"):
             load_config(file, [f"--model.lora.target_modules={targets}"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"sampling": {"stop_strings": ["the", "a\0"]}}, "sampling.stop_strings"),
+        ({"data": {"prompts": "p", "chat_template_kwargs": {"a": ["\0"]}}}, "data.chat_template_kwargs"),
+        ({"rewards": [{"type": "regex", "pattern": "\0"}]}, "rewards.0.regex.pattern"),
+        ({"output_dir": Path("o\0")}, "output_dir"),
+    ],
+)
+def test_what_its_file_could_not_hold_is_refused_in_python_too(changes, key):
+    usual = {"model": {"path": "m"}, "rewards": [{"type": "regex", "pattern": "a"}], "data": {"prompts": "p"}}
+    with pytest.raises(ValidationError, match=rf"{key}\n.*wanted text without NUL"):
+        RunConfig(**usual | {"train": {"max_steps": 1}, "output_dir": "o"} | changes)
 
 
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)

@@ -148,3 +148,11 @@ def save_two_trunks(folder: Path) -> Path:
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def of_kind(folder, kind, name, **shape):
+    """A folder that says it holds a model of another kind; its weights are not looked at."""
+    save_tiny(folder)
+    said = {"model_type": kind, "architectures": [name], "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(said | shape))
+    return str(folder)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from trl import RewardConfig
 
-from tests.models.build import save_adapter, save_model
+from tests.models.build import of_kind, save_adapter, save_model
 from tests.tiny import EOS, KINDS, save_tiny, tiny_tokenizer
 from tether.config.chat import with_now
 from tether.config.load import dump_config, load_config
@@ -359,6 +359,11 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
         ),
         (changed("train", fp16=True), ConfigError, r"fp16: got true, wanted false: there is no accelerator"),
         (changed("model", lora=LoraConfig(target_modules=["nope"])), ConfigError, r"\['nope'\] names no module of"),
+        (
+            changed("model", path=of_kind(tmp_path / "cohere", "cohere", "CohereForCausalLM", num_attention_heads=4)),
+            ModelError,
+            r"^CohereForCausalLM: there is no sequence classifier of this kind",
+        ),
         (changed("data", pairs=str(long)), ConfigError, r"the pair in row 0 has 1\d\d tokens, the model has 128 pos"),
         (config.model_copy(update={"output_dir": tmp_path / "full"}), ConfigError, r"output_dir: .* is not empty"),
         (

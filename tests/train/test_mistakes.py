@@ -15,7 +15,7 @@ from peft import LoHaConfig
 from pydantic import ValidationError
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
-from tests.models.build import save_adapter
+from tests.models.build import of_kind, save_adapter
 from tests.tiny import EOS, VOCAB_SIZE, save_tiny, tiny_classifier, tiny_tokenizer
 from tests.train.runs import tiny_run, write_prompts
 from tether.config.load import dump_config
@@ -124,6 +124,14 @@ MISTAKES = {
     "LoRA targets that PEFT has no adapter for": (
         lambda f: {"model__lora": {"target_modules": r".*\.layers\.0"}},
         r"^model\.lora\.target_modules: .* PEFT cannot adapt LlamaForCausalLM: Target module Llama.* Name others",
+    ),
+    "LoRA on layers that PEFT cannot adapt": (
+        lambda f: {"model__path": of_kind(f / "m", "mamba", "MambaForCausalLM", state_size=4), "model__lora": {}},
+        r"^model\.lora\.target_modules: all-linear: PEFT cannot adapt MambaForCausalLM: .*'out_proj' is incompatible",
+    ),
+    "a critic of a kind that has none": (
+        lambda f: {"model__path": of_kind(f / "m", "cohere", "CohereForCausalLM", num_attention_heads=4)},
+        r"^CohereForCausalLM: there is no sequence classifier of this kind, .* value\.kind head$",
     ),
     "a language model as reward model": (
         lambda f: {"rewards": [{"type": "model", "path": str(save_tiny(f / "judge"))}]},

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, MambaConfig, MambaForCausalLM
 
 from tests.models.build import edit_json
 from tests.tiny import KINDS, VOCAB_SIZE, save_tiny, tiny_classifier, tiny_tokenizer
@@ -37,6 +37,19 @@ def test_roles_have_the_parameters_that_were_planned(tmp_path, kind, sharing, kl
     else:
         assert sum(role.weight_bytes for role in planned.values()) == built
     assert ("reference" in planned) == (kl_coef > 0) == roles.has_reference
+
+
+def test_a_model_without_attention_has_nothing_that_grows_with_the_text(tmp_path):
+    folder = save_tiny(tmp_path / "mamba")
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": VOCAB_SIZE}
+    model = MambaForCausalLM(MambaConfig(**shape))
+    model.save_pretrained(folder)
+    short, long = (
+        plan(tiny_run(tmp_path, model__path=str(folder), value__kind="head", sampling__response_length=length))
+        for length in (4, 40)
+    )
+    assert short.memory["rollout"] == long.memory["rollout"] > short.memory["weights and optimizer"]
+    assert short.memory["update"] < long.memory["update"]
 
 
 @pytest.mark.parametrize(("key", "dtype"), [("train__bf16", torch.bfloat16), ("train__fp16", torch.float16)])

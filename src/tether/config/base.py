@@ -4,7 +4,7 @@ import fractions
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 Quantization = Literal["4bit", "8bit"]
 """How many bits the weights of linear layers are held in."""
@@ -59,6 +59,22 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_read_again(cls, value: Any) -> Any:
+        if _has_nul(value):
+            raise ValueError(f"got {value!r}; wanted text without NUL, which the run's config.yaml could not hold")
+        return value
+
+
+def _has_nul(value: Any) -> bool:
+    """Whether any text in a value of a key holds a NUL; sections in it have been checked themselves."""
+    if isinstance(value, str | Path):
+        return "\0" in str(value)
+    if isinstance(value, dict):
+        return any(_has_nul(part) for pair in value.items() for part in pair)
+    return isinstance(value, list) and any(map(_has_nul, value))
 
 
 def differences(saved: Section, config: Section) -> dict[str, tuple[Any, Any]]:

@@ -433,21 +433,46 @@ def _num_outputs(folder: Path) -> int | None:
     return None
 
 
+def classifier_of(config: PreTrainedConfig, name: str, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The sequence classifier with one label for language models of a configuration, without weights.
+
+    Args:
+        name: the language model's class, for messages.
+
+    Raises:
+        ModelError: transformers has no such classifier, or one that does not read the last token.
+    """
+    config = changed_config(config, num_labels=1)
+    wanted = "reward models and separate critics are. A critic may also be a head on the policy: value.kind head"
+    auto = AutoModelForSequenceClassification.__name__
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and auto not in getattr(config, "auto_map", {}):
+        raise ModelError(f"{name}: there is no sequence classifier of this kind, as {wanted}")
+    classifier = _empty(config, name, trust_remote_code=trust_remote_code)
+    if not reads_last_token(classifier):
+        raise ModelError(f"{name}: {type(classifier).__name__} is no decoder with a head called score, as {wanted}")
+    return classifier
+
+
+def check_has_classifier(shape: PreTrainedConfig, *, trust_remote_code: bool) -> None:
+    """``classifier_of`` for a language model that is not loaded yet. One within a model of texts and images is left to
+    ``classifier_on``: which part of the configuration is its own is known when it is loaded.
+
+    Raises:
+        ModelError: as ``classifier_of``.
+    """
+    if shape.get_text_config() is shape:
+        names = [*(shape.architectures or ()), f"a {shape.model_type} model"]
+        classifier_of(shape, names[0], trust_remote_code=trust_remote_code)
+
+
 def classifier_on(model: PreTrainedModel) -> PreTrainedModel:
     """A sequence classifier with one label on the trunk of a causal language model; its head always outputs 0.
 
     Raises:
         ModelError: transformers has no classifier for this kind of model.
     """
-    config, name = changed_config(model.config, num_labels=1), type(model).__name__
-    own_code = getattr(config, "auto_map", {})  # already trusted: the model is loaded
-    wanted = "reward models and separate critics are. A critic may also be a head on the policy: value.kind head"
-    auto = AutoModelForSequenceClassification.__name__
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and auto not in own_code:
-        raise ModelError(f"{name}: there is no sequence classifier of this kind, as {wanted}")
-    classifier = _empty(config, name, trust_remote_code=bool(own_code))
-    if not reads_last_token(classifier):
-        raise ModelError(f"{name}: {type(classifier).__name__} is no decoder with a head called score, as {wanted}")
+    name, own_code = type(model).__name__, getattr(model.config, "auto_map", {})  # already trusted: the model is loaded
+    classifier = classifier_of(model.config, name, trust_remote_code=bool(own_code))
     if type(classifier.base_model) is not type(model.base_model):
         raise ModelError(f"{name} and {type(classifier).__name__} have different trunks: use value.kind head")
     setattr(classifier, classifier.base_model_prefix, model.base_model)

@@ -26,6 +26,7 @@ from tether.models.adapters import (
     with_settings,
 )
 from tether.models.chat import check_template_kwargs, templated
+from tether.models.classifiers import check_has_classifier
 from tether.models.device import weight_dtype
 from tether.models.fit import (
     check_language_model,
@@ -71,12 +72,13 @@ def check_fit(
     Args:
         texts: row and token ids of every text of the run.
         kind: name of a text in messages.
-        takes_classifier: whether the run may start from a sequence classifier.
+        takes_classifier: whether the run trains a sequence classifier, and may start from one.
 
     Raises:
         ConfigError: a text has more tokens than the model has positions, or a token without an embedding; LoRA matches
             none of its modules; its weights are quantized and would be trained themselves, or sharded.
-        ModelError: it is a classifier, and a language model is wanted.
+        ModelError: it is a classifier, and a language model is wanted; or the other way round, and there is no
+            classifier of its kind.
     """
     model = config.model
     base, revision = own_weights(model.path, model.revision)
@@ -98,8 +100,11 @@ def check_fit(
             )
     shape = grown(shape, model.path, model.revision)
     check_tokens(model.path, shape, tokenizer, ((kind, row, ids) for row, ids in texts))
-    if model.lora is not None and base == model.path and not is_classifier(shape):
-        check_targets(model.lora, shape, trust_remote_code=model.trust_remote_code)
+    if base == model.path and not is_classifier(shape):
+        if model.lora is not None:
+            check_targets(model.lora, shape, trust_remote_code=model.trust_remote_code)
+        if takes_classifier:
+            check_has_classifier(shape, trust_remote_code=model.trust_remote_code)
 
 
 def loading_options(config: ModelConfig, *, precision: torch.dtype | None, device: torch.device) -> dict[str, Any]:

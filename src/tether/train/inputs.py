@@ -28,7 +28,7 @@ from tether.models.attention import check_kernel
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.build import critic_source, policy_embeddings
 from tether.models.chat import check_template, check_template_kwargs, templated
-from tether.models.classifiers import check_classifier
+from tether.models.classifiers import check_classifier, check_has_classifier
 from tether.models.compiled import check_compile
 from tether.models.device import bf16_supported, default_device
 from tether.models.fit import (
@@ -254,7 +254,8 @@ def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> 
     _check_layers(config, shape, is_fresh=base == model.path)
     _check_lengths(config, data, shape)
     _check_updates(config, len(data.prompts.prompts))
-    critic_source(config, data.tokenizer)
+    if critic_source(config, data.tokenizer) is None and config.value_kind == "model":
+        check_has_classifier(shape, trust_remote_code=model.trust_remote_code)
     if has_policy:
         _check_adapters(config, base, PeftType.LORA if start is None else start.peft_type)
     return notes

@@ -387,9 +387,13 @@ def estimate_memory(
 
 
 def _cached_numbers(text: PreTrainedConfig) -> int:
-    """How many numbers the keys and values of one token have in all layers."""
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    """How many numbers the keys and values of one token have in all layers; 0 for a model without attention, whose
+    states do not grow with the text."""
+    num_heads = getattr(text, "num_attention_heads", None)
+    if num_heads is None:
+        return 0
+    heads = getattr(text, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     return text.num_hidden_layers * 2 * heads * head_dim
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.generation import stand_in_vllm
 from tests.train.runs import tiny_run
 from tether.report.limits import GRADIENT_SPIKE, KL_LENGTH, LIMITS, LOGPROB_GAP, LOW_EOS_RATE, MOST_SHARE, STRETCH
 from tether.train.run import train_policy
@@ -24,6 +25,7 @@ CHANGES = {
     "fp16": {"train__fp16": True},
     "shared trunk, no reference": {"value__kind": "head", "ppo__kl_coef": 0.0},
     "no critic": {"ppo__advantage_estimator": "rloo", "sampling__num_generations": 2},
+    "answers by vLLM": {"sampling__vllm": {}},
 }  # fmt: skip
 
 
@@ -41,13 +43,15 @@ def logged(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "ptx.jsonl").write_text(json.dumps({"prompt": "the cat", "completion": "sees you"}), encoding="utf-8")
     names = {}
-    for case, changes in CHANGES.items():
-        data = {"data__eval_prompts": str(folder / "prompts.jsonl")}
-        if "ppo__ptx_coef" in changes:
-            data["data__ptx"] = str(folder / "ptx.jsonl")
-        result = train_policy(tiny_run(folder, output_dir=str(folder / case), **data, **changes))
-        rows = (*result.updates, *result.evaluations)
-        names[case] = {name.replace("/letters", "/NAME") for row in rows for name in row}
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in_vllm.install(patch)
+        for case, changes in CHANGES.items():
+            data = {"data__eval_prompts": str(folder / "prompts.jsonl")}
+            if "ppo__ptx_coef" in changes:
+                data["data__ptx"] = str(folder / "ptx.jsonl")
+            result = train_policy(tiny_run(folder, output_dir=str(folder / case), **data, **changes))
+            rows = (*result.updates, *result.evaluations)
+            names[case] = {name.replace("/letters", "/NAME") for row in rows for name in row}
     return names
 
 

@@ -283,6 +283,8 @@ class Experience:
     """Targets of the critic; None without one."""
     ref_logprobs: Float[Tensor, "M R"] | None = None
     """log π_ref of each response token; None if the loss has no KL term."""
+    importance: Float[Tensor, "M R"] | None = None
+    """Importance weight of each response token's policy loss; None if the policy itself generated."""
     kl_loss_coef: float = 0.0
     """Weight of the KL in the loss."""
     takes_part: bool = True

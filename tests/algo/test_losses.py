@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algo.ragged import answers, examples, on_tokens, padded, same
-from tether.algo import clipped_sides, dual_clipped, policy_loss, ratio, value_clipped, value_loss
+from tether.algo import (
+    clipped_sides,
+    dual_clipped,
+    importance_weights,
+    policy_loss,
+    ratio,
+    value_clipped,
+    value_loss,
+)
 
 EPS, EPS_HIGH, DUAL = 0.2, 0.28, 3.0
 INSIDE, ABOVE, BELOW = 1.1, 1.5, 0.5
@@ -21,6 +29,15 @@ def row(*values: float) -> torch.Tensor:
 def old_and_new(ratios: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
     old = torch.linspace(-3.0, -0.5, len(ratios), dtype=torch.float64)[None]
     return old, old + row(*ratios).log()
+
+
+@examples
+@given(answers(2), st.sampled_from([1.0, 2.0, 1e6]))
+def test_importance_weights_by_their_definition(rows, cap):
+    trained, rollout, _ = padded(rows)
+    weights = importance_weights(trained, rollout, cap=cap)
+    wanted = [[min(math.exp(old - drawn), cap) for old, drawn in row] for row in rows]
+    assert same(on_tokens(weights, rows), wanted)
 
 
 @examples

@@ -13,6 +13,7 @@ import torch
 from tether.algo import (
     gae,
     grpo,
+    importance_weights,
     kl_estimate,
     kl_loss,
     length_mask,
@@ -184,3 +185,52 @@ def test_kl_as_a_loss_gives_the_gradient_of_each_tokens_kl_and_not_of_the_sequen
     sequence = token_logprobs(policy).sum(1)
     of_sequences = (sequence.exp() * (sequence - ref_logprobs.sum(1))).sum()
     assert cosine(got, torch.autograd.grad(of_sequences, policy)[0]) < 0.99
+
+
+def drawn_elsewhere(policy):
+    """Log-probabilities of an engine whose logits are not quite the policy's."""
+    shift = 0.5 * torch.randn(len(PREFIXES), 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return (policy.detach() + shift).log_softmax(-1)
+
+
+def weighted_update(policy, tables_of_engine, gains, cap):
+    """The expected update over answers that an engine drew, where each token's advantage is that of its state.
+
+    Args:
+        gains: advantage of each token in each state.
+        cap: None for no weights.
+    """
+    new = token_logprobs(policy)
+    old, rollout = new.detach(), token_logprobs(tables_of_engine)
+    advantages = torch.where(MASK, gains[STATES, TOKENS], 0.0)
+    loss = policy_loss(new, old, advantages, cliprange=0.2)
+    if cap is not None:
+        loss = importance_weights(old, rollout, cap=cap) * loss
+    weights = rollout.sum(1).exp()
+    return -torch.autograd.grad((weights * torch.where(MASK, loss, 0.0).sum(1)).sum(), policy)[0]
+
+
+def wanted_update(policy, tables_of_engine, gains, cap):
+    """Over the states that the engine visits: Σ_a min(π(a), cap μ(a)) A(a) ∇ log π(a), enumerated."""
+    visits = torch.zeros(len(PREFIXES), dtype=torch.float64)
+    for answer, weight in zip(ANSWERS, token_logprobs(tables_of_engine).sum(1).exp(), strict=True):
+        for t in range(len(answer)):
+            visits[PREFIXES.index(answer[:t])] += weight
+    logs = policy.log_softmax(-1)
+    masses = torch.minimum(logs.detach().exp(), cap * tables_of_engine.exp())
+    return torch.autograd.grad((visits[:, None] * masses * gains * logs).sum(), policy)[0]
+
+
+@pytest.mark.parametrize("cap", [2.0, 1.2, 1e9])
+def test_importance_weights_make_an_update_that_of_the_policys_own_tokens_up_to_the_cap(cap):
+    policy, _, _ = tables()
+    engine = drawn_elsewhere(policy)
+    gains = torch.randn(len(PREFIXES), 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    got = weighted_update(policy, engine, gains, cap)
+    assert torch.allclose(got, wanted_update(policy, engine, gains, cap), atol=1e-12, rtol=0)
+    exact = wanted_update(policy, engine, gains, 1e9)
+    largest = (policy.detach().log_softmax(-1) - engine).exp().max()
+    assert torch.allclose(got, exact, atol=1e-12, rtol=0) == bool(cap > largest)
+    unweighted = weighted_update(policy, engine, gains, None)
+    assert not torch.allclose(unweighted, exact, atol=1e-2, rtol=0)
+    assert (got - exact).norm() < (unweighted - exact).norm()

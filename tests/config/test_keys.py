@@ -78,12 +78,13 @@ def test_the_defaults_are_those_of_a_configuration_that_sets_nothing():
             "model": {"path": "m", "lora": {}},
             "rewards": [{"type": "model", "path": "j"}],
             "data": {"prompts": "p"},
+            "sampling": {"vllm": {}},
             "train": {"max_steps": 1},
             "output_dir": "o",
         }
     )
     rows = [doc for doc in describe(RunConfig) if doc.default != "required" and ".N." not in doc.key]
-    set_here = {"model.lora", "train.max_steps"}
+    set_here = {"model.lora", "sampling.vllm", "train.max_steps"}
     for row in rows:
         value = config
         for name in row.key.split("."):

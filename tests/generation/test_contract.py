@@ -2,12 +2,17 @@
 
 import pytest
 
+from tests.generation import stand_in_vllm
 from tests.generation.scopes import Scope
 from tests.tiny import EOS, tiny_causal_lm, tiny_tokenizer
+from tests.train.runs import tiny_run
 from tether.errors import GenerationError
+from tether.generation.build import build_generator
 from tether.generation.fake import FakeGenerator
 from tether.generation.hf import HFGenerator
+from tether.models.build import build_roles
 from tether.models.stop_strings import StopStrings
+from tether.models.tokenizer import load_tokenizer
 from tether.types import Generator, Request, Sampling
 
 REQUESTS = [Request([7 + i] * (1 + 5 * (i % 3)), key=100 + i) for i in range(10)]
@@ -23,9 +28,16 @@ def fake_generator():
     return FakeGenerator(lambda request: [8] * (request.key % 7) + [21, 8, 8, 8, 8, 8, 8])
 
 
-@pytest.fixture(params=[hf_generator, fake_generator])
-def generator(request):
-    made = request.param()
+def vllm_generator(folder, monkeypatch):
+    stand_in_vllm.install(monkeypatch)
+    config = tiny_run(folder, sampling__vllm={})
+    roles = build_roles(config, load_tokenizer(config.model.path), device="cpu", autocast_dtype=None)
+    return build_generator(config, roles)
+
+
+@pytest.fixture(params=[hf_generator, fake_generator, vllm_generator])
+def generator(request, tmp_path, monkeypatch):
+    made = request.param(tmp_path, monkeypatch) if request.param is vllm_generator else request.param()
     yield made
     made.close()
 

@@ -30,6 +30,7 @@ class Settings:
     cliprange: float
     cliprange_high: float | None
     dual_clip: float | None
+    importance_sampling_cap: float | None
     cliprange_value: float | None
     vf_coef: float
     entropy_coef: float
@@ -72,6 +73,8 @@ class Rollout:
     query: list[int]
     response: list[int]
     ended: bool
+    drawn: list[float] | None = None
+    """What another engine drew each response token with, as log-probabilities; None if the policy itself did."""
 
 
 @dataclass
@@ -237,6 +240,11 @@ def token_policy_loss(new, old, advantage, s):
     if s.dual_clip is not None and advantage < 0:
         gain = torch.maximum(gain, torch.tensor(s.dual_clip * advantage))
     return -gain
+
+
+def importance(drawn, old, s):
+    """How much the loss of a token counts that another engine drew with log-probability ``drawn``."""
+    return min(math.exp(old - drawn), s.importance_sampling_cap)
 
 
 def token_kl_loss(new, old, ref, s):
@@ -410,7 +418,9 @@ class Run:
                 for t, token in enumerate(response):
                     new, old = distributions[t][token], learned.old[i][t]
                     gaps.append(new.item() - old)
-                    loss = loss + token_policy_loss(new, old, learned.advantages[i][t], s)
+                    drawn = rollouts[i].drawn
+                    weight = 1.0 if drawn is None else importance(drawn[t], old, s)
+                    loss = loss + weight * token_policy_loss(new, old, learned.advantages[i][t], s)
                     if s.kl_in == "loss" and learned.ref is not None:
                         weight = self.kl_coef / learned.advantage_std
                         loss = loss + weight * token_kl_loss(new, old, learned.ref[i][t], s)

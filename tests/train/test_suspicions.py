@@ -27,6 +27,8 @@ def test_each_mismatch_is_told_with_its_metric():
     assert found_in(GOOD | {"policy/num_overflows": 1.0, "update/num_steps": 1.0}) == []
     (gap,) = found_in(GOOD | {"rollout/logprob_gap": 0.5})
     assert "rollout/logprob_gap" in gap and "model.attn_implementation" in gap
+    (gap,) = found_in(GOOD | {"rollout/logprob_gap": 0.5}, with_vllm=True)
+    assert "rollout/logprob_gap" in gap and "Leaving sampling.vllm out" in gap
 
 
 @pytest.mark.parametrize(("forward_type", "is_told"), [("float32", True), ("float16", False), ("bfloat16", False)])

@@ -30,7 +30,7 @@ from tether.train.inputs import load_data
 from tether.train.log import RunLog
 from tether.train.parts import Parts
 from tether.train.trainer import PPOTrainer
-from tether.types import RewardOutput, Sampling
+from tether.types import Completion, RewardOutput, Sampling
 
 RESPONSES = [
     [10, 11, 12, EOS], [20, EOS], [13, 14, 15, 16, 17, 18], [21, 22, EOS],
@@ -57,6 +57,18 @@ def token_scores_of(batch):
     ]
 
 
+DRAWN = [[-2.5 - 0.25 * ((i + 3 * t) % 9) for t in range(len(response))] for i, response in enumerate(RESPONSES)]
+"""Log-probabilities with which another engine drew the responses, where a case says so; exact in float32."""
+
+
+class Elsewhere(FakeGenerator):
+    """Another engine."""
+
+    def generate(self, requests, sampling):
+        for i, completion in super().generate(requests, sampling):
+            yield i, Completion(completion.token_ids, completion.finish_reason, DRAWN[i])
+
+
 class TokenRewards:
     """A judge that scores tokens; keeps the batches that it was given."""
 
@@ -76,7 +88,7 @@ def parts_for(config, *, by_token=False):
     scores = (score for batch in count() for score in scores_of(batch))
     return Parts(
         roles=build_roles(config, tokenizer, device=Dist().device, autocast_dtype=None),
-        generator=FakeGenerator(RESPONSES),
+        generator=(FakeGenerator if config.sampling.vllm is None else Elsewhere)(RESPONSES),
         rewards=TokenRewards() if by_token else FakeRewards(lambda query, response: next(scores)),
         tokenizer=tokenizer,
         sampling=Sampling(config.sampling.response_length, config.sampling.temperature, frozenset({EOS})),
@@ -192,9 +204,10 @@ class Twins:
         batch, metrics = self.batches[-1], self.trainer.log.updates[-1]
         assert batch.response_ids == RESPONSES
         self.check_order()
+        drawn = [None] * len(DRAWN) if self.trainer.config.importance_cap is None else DRAWN
         rollouts = [
-            reference.Rollout(query, response, ended=response[-1] == EOS)
-            for query, response in zip(batch.query_ids, batch.response_ids, strict=True)
+            reference.Rollout(query, response, ended=response[-1] == EOS, drawn=told)
+            for query, response, told in zip(batch.query_ids, batch.response_ids, drawn, strict=True)
         ]
         taken = self.reference.update(rollouts, self.scored(), self.steps, self.demonstrations)
         assert metrics["update/num_steps"] == taken
@@ -290,6 +303,15 @@ CASES = {
         "ppo__cliprange": 0.05, "ppo__cliprange_high": 0.1, "ppo__dual_clip": 1.05, "ppo__num_mini_batches": 2,
         "train__learning_rate": 5e-3,
     },
+    "drawn elsewhere, dual clip, mini-batches": {
+        "sampling__vllm": {}, "ppo__importance_sampling_cap": 1.3, "ppo__dual_clip": 1.05, "ppo__num_mini_batches": 2,
+        "ppo__cliprange": 0.05, "train__learning_rate": 5e-3,
+    },
+    "drawn elsewhere, KL in the loss, entropy": {
+        "sampling__vllm": {}, "ppo__kl_in": "loss", "ppo__entropy_coef": 0.05, "ppo__mask_truncated": True,
+        "train__micro_batch_size": 2,
+    },
+    "drawn elsewhere, no weights": {"sampling__vllm": {}, "ppo__importance_sampling_cap": None},
     "entropy, temperature": {"ppo__entropy_coef": 0.1, "sampling__temperature": 0.6},
     "fixed length, mini-batches": {
         "ppo__loss_reduction": "fixed_length", "ppo__num_mini_batches": 2, "ppo__entropy_coef": 0.02,
@@ -330,6 +352,7 @@ REACHED = {
     "defaults": ("policy/clipfrac_low", "policy/clipfrac_high"),
     "rewards whitened, tight clips": ("policy/clipfrac_low", "policy/clipfrac_high", "val/clipfrac_avg"),
     "upper clip, dual clip": ("policy/clipfrac_low", "policy/clipfrac_high", "policy/dual_clipfrac"),
+    "drawn elsewhere, dual clip, mini-batches": ("policy/dual_clipfrac", "rollout/importance_capped"),
 }
 """Metrics that are above 0 where a case does what it is for."""
 ONE_CRITIC = {

@@ -9,7 +9,15 @@ from tether.algo.logprobs import (
     logprobs_from_logits,
     selected_logprobs,
 )
-from tether.algo.losses import clipped_sides, dual_clipped, policy_loss, ratio, value_clipped, value_loss
+from tether.algo.losses import (
+    clipped_sides,
+    dual_clipped,
+    importance_weights,
+    policy_loss,
+    ratio,
+    value_clipped,
+    value_loss,
+)
 from tether.algo.masking import length_mask, masked_mean, masked_sum, masked_var, whiten
 from tether.algo.reduction import LossReduction, normaliser, reduced
 from tether.algo.scores import (
@@ -34,6 +42,7 @@ __all__ = [
     "equal_groups",
     "gae",
     "grpo",
+    "importance_weights",
     "kl_estimate",
     "kl_loss",
     "length_adaptive_lam",

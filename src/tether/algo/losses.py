@@ -50,6 +50,25 @@ def policy_loss(
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
 
 
+def importance_weights(
+    logprobs: Float[Tensor, "B R"], rollout_logprobs: Float[Tensor, "B R"], *, cap: float
+) -> Float[Tensor, "B R"]:
+    """The weight of each token's policy loss if another engine drew it, in float32 or wider.
+
+        w = min(exp(log π_old − log π_rollout), cap)
+
+    In expectation over tokens of π_rollout, weighted losses are those over tokens of π_old wherever w is below the cap.
+
+    Args:
+        logprobs: log π_old, by the forward pass that is trained through.
+        rollout_logprobs: log π_rollout, of the distribution that the token was drawn from.
+        cap: at least 1.
+
+    Source: Yao et al. 2025, truncated importance sampling, https://fengyao.notion.site/off-policy-rl
+    """
+    return ratio(logprobs, rollout_logprobs).clamp(max=cap)
+
+
 def clipped_sides(
     new_logprobs: Float[Tensor, "B R"],
     logprobs: Float[Tensor, "B R"],

@@ -91,6 +91,19 @@ NEEDS: Mapping[str, Sequence[Needs]] = {
             "ppo.advantage_estimator to gae",
         )
     ],
+    "ppo.importance_sampling_cap": [
+        Needs(
+            lambda of: of("sampling.vllm") is not None,
+            "answers come from the policy's own forward pass, so their weights are 1: set sampling.vllm: {{}}, or "
+            "leave {key} out",
+        )
+    ],
+    "sampling.cache_implementation": [
+        Needs(
+            lambda of: of("sampling.vllm") is None,
+            "vLLM has a cache of its own: leave {key} or sampling.vllm out",
+        )
+    ],
     "ppo.vf_coef": [
         Needs(
             _CRITIC.is_read,

@@ -129,6 +129,19 @@ class DataConfig(DataKeys):
         return self
 
 
+class VLLMConfig(Section):
+    """Generation by vLLM instead of transformers."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.3
+    """Share of the GPU's memory for vLLM's copy of the policy, and for keys and values. On a CPU: share of the
+    machine's memory for keys and values, divided among the processes."""
+    enable_sleep_mode: bool = False
+    """Free the GPU's memory that vLLM takes while no answers are generated, so that the update has it. Each rollout
+    then begins with a copy of the weights."""
+    enforce_eager: bool = False
+    """Run vLLM's forward passes without torch.compile and CUDA graphs: the start is faster, generation slower."""
+
+
 class SamplingConfig(Section):
     """How answers are sampled."""
 
@@ -144,13 +157,18 @@ class SamplingConfig(Section):
     models and formats of your own. Judges, samples and conversations get the text before the string; its tokens are
     sampled and trained on like the others. Use double quotes: ``["\\nHuman:", "###"]``."""
     batch_size: PositiveInt = 64
-    """Number of answers generated side by side. The answers do not depend on it, except for rounding."""
+    """Number of answers generated side by side; with vLLM, the most. The answers do not depend on it, except for
+    rounding."""
     cache_implementation: Literal["dynamic", "static"] = "dynamic"
     """Cache for keys and values during generation, by its name in transformers. ``dynamic``: the cache grows with the
     text, and finished answers leave it. ``static``: the cache has a fixed size, and finished answers stay until the
     last one of their batch ends. On an accelerator, ``static`` also compiles the forward pass of a token, on a GPU into
     CUDA graphs; this pays off if answers have similar lengths. Models with recurrent states always use ``dynamic``; the
     log says so. ``static`` does not work with flash attention."""
+    vllm: VLLMConfig | None = None
+    """Generate answers with vLLM instead of transformers. Needs ``pip install 'tether[vllm]'``. ``vllm: {}`` uses the
+    defaults. The engine runs in the process that trains, on the same device, and gets the policy's weights after every
+    update; see ``ppo.importance_sampling_cap``."""
     num_generations: PositiveInt = 1
     """Answers per prompt in a rollout batch, whose size counts answers. rloo and grpo compare them with each other."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -227,6 +245,11 @@ class PPOConfig(Section):
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
     """Limits the loss of a token with negative advantage A to −A·dual_clip; usually 3. Default: no limit. Source: Ye et
     al. 2020, https://arxiv.org/abs/1912.09729."""
+    importance_sampling_cap: Annotated[float, Field(ge=1.0)] | None = 2.0
+    """With ``sampling.vllm``, the policy loss of each token is multiplied by its importance weight, at most this cap:
+    min(π_old / π_vllm, cap), where π_vllm is what vLLM drew the token with, and π_old is computed by the policy's own
+    forward pass. The two differ by rounding. null: no weights. Source: truncated importance sampling, Yao et al. 2025,
+    https://fengyao.notion.site/off-policy-rl."""
     cliprange_value: PositiveFloat | None = 0.2
     """New values are clipped to within this distance of the old ones; null turns clipping off."""
     vf_coef: PositiveFloat = 0.1
@@ -498,6 +521,11 @@ class RunConfig(Section):
         if not self.ppo.has_critic:
             return None
         return self.value.kind or ("adapter" if self.model.lora else "model")
+
+    @property
+    def importance_cap(self) -> float | None:
+        """Cap of the tokens' importance weights; None if there are none, as where the policy itself generates."""
+        return None if self.sampling.vllm is None else self.ppo.importance_sampling_cap
 
     @property
     def learning_rate(self) -> float:

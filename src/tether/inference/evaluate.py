@@ -78,7 +78,7 @@ def evaluate_path(
     check_model_path(str(run), str(run))
     output, metrics = check_outputs(output, metrics)
     check_rewards(asked.rewards)
-    config = _without_critic(resolved(asked))
+    config = _reduced(resolved(asked))
     has_norms = config.ppo.score_norm is not None or measured_norms(config.rewards)
     moments, sources = read_norms(run) if has_norms else (ScoreMoments(), {})
     tokenizer = load_tokenizer(str(run), trust_remote_code=config.model.trust_remote_code)
@@ -142,9 +142,14 @@ def _check_prompts(run: Path, config: RunConfig, prompts: str | None, split: str
         raise ConfigError(f"{run}: its run has no held-out prompts; name a file with --prompts")
 
 
-def _without_critic(config: RunConfig) -> RunConfig:
-    """The configuration with the smallest critic: an evaluation uses none."""
-    return config.model_copy(update={"value": config.value.model_copy(update={"kind": "head", "init": None})})
+def _reduced(config: RunConfig) -> RunConfig:
+    """The configuration with the smallest critic, as an evaluation uses none, and with answers by the policy itself,
+    for which no engine has to start."""
+    smallest = {
+        "value": config.value.model_copy(update={"kind": "head", "init": None}),
+        "sampling": config.sampling.model_copy(update={"vllm": None}),
+    }
+    return config.model_copy(update=smallest)
 
 
 def _prompts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,13 @@ INFORMATION = Path("/proc/cpuinfo")
 def default_device() -> torch.device:
     """The accelerator of this machine, or the CPU if there is none."""
     return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory of a device; of a CPU, those of its machine."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return torch.accelerator.get_memory_info(device)[1]
 
 
 def bf16_supported(device: torch.device | str) -> bool:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
 from tether.errors import CheckpointError, ConfigError, ModelError
 from tether.models.adapters import (
@@ -77,6 +78,38 @@ def policy_weights(roles: ModelRoles) -> dict[str, Tensor]:
     return policy.state_dict(keep_vars=True)
 
 
+def base_weights(roles: ModelRoles) -> dict[str, Tensor]:
+    """The live policy's weights without any adapter, under the names that they have in a saved model; a tensor with
+    several names under the first."""
+    model, adapted = roles.role(POLICY).model, roles.policy
+    seen: set[int] = set()
+    if isinstance(adapted, PeftModel):
+        seen = {id(p) for name in adapted.peft_config for p in adapter_parameters(adapted, name).values()}
+    tensors = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            tensors[name.replace(".base_layer.", ".")] = tensor.detach()
+            seen.add(id(tensor))
+    return revert_weight_conversion(model, tensors)
+
+
+def save_adapter(roles: ModelRoles, folder: Path | str, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Writes the policy's adapter as PEFT does, at the root of ``folder``.
+
+    Args:
+        weights: as for ``save_policy``.
+    """
+    folder, given = Path(folder), {} if weights is None else {"state_dict": dict(weights)}
+    # "auto" would query the hub for the base's vocabulary size, which never changes here.
+    roles.policy.save_pretrained(
+        folder, selected_adapters=[roles.policy_adapter], save_embedding_layers=False, **given
+    )
+    if roles.policy_adapter != DEFAULT:  # PEFT saves it in a subfolder with the adapter's name
+        for file in (folder / roles.policy_adapter).iterdir():
+            file.replace(folder / file.name)
+        (folder / roles.policy_adapter).rmdir()
+
+
 def save_policy(
     roles: ModelRoles,
     tokenizer: PreTrainedTokenizerBase,
@@ -95,18 +128,12 @@ def save_policy(
         ConfigError: ``folder`` is a file, or cannot be made.
     """
     check_can_be_made(Path(folder), "output folder")
-    folder, given = Path(folder), {} if weights is None else {"state_dict": dict(weights)}
-    policy = roles.policy
+    folder, policy = Path(folder), roles.policy
     if isinstance(policy, PeftModel):
-        # "auto" would query the hub for the base's vocabulary size, which never changes here.
-        policy.save_pretrained(folder, selected_adapters=[roles.policy_adapter], save_embedding_layers=False, **given)
-        if roles.policy_adapter != DEFAULT:  # PEFT saves it in a subfolder with the adapter's name
-            for file in (folder / roles.policy_adapter).iterdir():
-                file.replace(folder / file.name)
-            (folder / roles.policy_adapter).rmdir()
+        save_adapter(roles, folder, weights)
         policy.generation_config.save_pretrained(folder)
     else:
-        policy.save_pretrained(folder, **given)
+        policy.save_pretrained(folder, **({} if weights is None else {"state_dict": dict(weights)}))
     tokenizer.save_pretrained(folder)
     write_processor(roles.processor, folder)
 

@@ -107,5 +107,5 @@ def _part(item: Experience, start: int, end: int) -> Experience:
         return {name: None if (x := getattr(record, name)) is None else x[start:end] for name in names}
 
     of_batch = ("rows", "token_ids", "attention_mask", "position_ids", "response_mask")
-    own = ("logprobs", "advantages", "loss_mask", "values", "returns", "ref_logprobs")
+    own = ("logprobs", "advantages", "loss_mask", "values", "returns", "ref_logprobs", "importance")
     return replace(item, batch=replace(item.batch, **cut(item.batch, of_batch)), **cut(item, own))

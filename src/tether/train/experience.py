@@ -17,7 +17,7 @@ from tether import algo
 from tether.config.schema import PPOConfig
 from tether.data.collate import pad_numbers
 from tether.machine.distributed import Dist
-from tether.types import Experience, MicroBatch
+from tether.types import Completion, Experience, MicroBatch
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,31 @@ class Targets:
     """The divisor used in whitening; 1 without it."""
     returns: Float[Tensor, "B R"] | None
     """Targets of the critic; None without one."""
+
+
+def told_logprobs(
+    completions: Sequence[Completion], mask: Bool[Tensor, "B R"]
+) -> tuple[Float[Tensor, "B R"], Bool[Tensor, "B R"]]:
+    """What generation told of the log-probability of each response token, and where it told something.
+
+    Args:
+        mask: True on response tokens.
+    """
+    told = [completion.logprobs or [] for completion in completions]
+    lengths = torch.tensor([len(row) for row in told])
+    width = mask.shape[1]
+    return pad_numbers(told, width).to(mask.device), algo.length_mask(lengths, width).to(mask.device)
+
+
+def importance(
+    outputs: Outputs, completions: Sequence[Completion], cap: float | None
+) -> Float[Tensor, "B R"] | None:
+    """The importance weight of each response token, 1 where generation told no log-probability; None without a cap."""
+    if cap is None:
+        return None
+    sampled, told = told_logprobs(completions, outputs.mask)
+    weights = algo.importance_weights(outputs.logprobs, sampled, cap=cap)
+    return torch.where(told, weights, torch.ones_like(weights))
 
 
 def targets(
@@ -145,12 +170,14 @@ def experience(
     loss_mask: Bool[Tensor, "B R"],
     *,
     kl_loss_coef: float,
+    weights: Float[Tensor, "B R"] | None,
     dist: Dist,
 ) -> list[Experience]:
     """Everything the update needs, one record for each of this process's micro-batches.
 
     Args:
         kl_loss_coef: coefficient of the KL in the loss; 0 if the KL is in the reward.
+        weights: ``importance``.
     """
 
     def of(whole: Tensor | None, batch: MicroBatch) -> Tensor | None:
@@ -168,6 +195,7 @@ def experience(
             values=of(outputs.values, batch),
             returns=of(learned.returns, batch),
             ref_logprobs=of(outputs.ref_logprobs, batch) if kl_loss_coef > 0 else None,
+            importance=of(weights, batch),
             kl_loss_coef=kl_loss_coef / learned.advantage_std,
             takes_part=part,
         )

@@ -22,6 +22,7 @@ from tether.data.digest import file_digest
 from tether.data.joined import check_named
 from tether.data.prompts import PromptData, load_prompts, split_prompts
 from tether.errors import ConfigError, DataError, ModelError
+from tether.generation.vllm import check_vllm, check_vllm_model
 from tether.metrics.trackers import check_report_to
 from tether.models.adapters import check_beside, check_switched_off, check_targets, check_tied, grown
 from tether.models.bitsandbytes import check_bitsandbytes
@@ -93,6 +94,8 @@ def check(config: RunConfig) -> None:
         check_bitsandbytes("adamw_8bit", "train.optim", default_device())
     if config.train.compile:
         check_compile("train.compile", default_device())
+    if config.sampling.vllm is not None:
+        check_vllm(config, default_device())
     check_template(config.data.chat_template)
     check_named(config.data, "prompts", "eval_prompts", "ptx")
     check_rewards(config.rewards)
@@ -252,6 +255,8 @@ def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> 
     _check_layers(config, shape, is_fresh=base == model.path)
     _check_lengths(config, data, shape)
     _check_updates(config, len(data.prompts.prompts))
+    if config.sampling.vllm is not None:
+        check_vllm_model(config, grown(shape, model.path, model.revision), start)
     critic_source(config, data.tokenizer)
     if has_policy:
         _check_adapters(config, base, PeftType.LORA if start is None else start.peft_type)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-import torch
 from torch import Tensor
 
 from tether import algo
 from tether.config.schema import PPOConfig
-from tether.data.collate import pad_numbers
 from tether.metrics.reduce import Metrics
-from tether.train.experience import Outputs, Targets
+from tether.train.experience import Outputs, Targets, told_logprobs
 from tether.train.rollout import Answers
 from tether.types import Experience
 
@@ -39,6 +37,7 @@ def measure_objective(
     *,
     kl_coef: float,
     num_generations: int,
+    importance_cap: float | None = None,
 ) -> None:
     """The objective and its parts at rollout. ``scores`` is [B]."""
     mask = outputs.mask
@@ -53,12 +52,14 @@ def measure_objective(
         equal = algo.equal_groups(scores, num_generations=num_generations)
         metrics.mean("objective/equal_scores", equal.double())
     metrics.mean("policy/entropy_avg", outputs.entropy, mask)
-    told = [completion.logprobs or [] for completion in answers.completions]
-    if any(told):
-        sampled = pad_numbers(told, mask.shape[1])
-        gaps = (sampled.to(mask.device) - outputs.logprobs).abs()
-        lengths = torch.tensor([len(row) for row in told])
-        metrics.mean("rollout/logprob_gap", gaps, algo.length_mask(lengths, mask.shape[1]).to(mask.device))
+    sampled, told = told_logprobs(answers.completions, mask)
+    if told.any():
+        metrics.mean("rollout/logprob_gap", (sampled - outputs.logprobs).abs(), told)
+        if importance_cap is not None:
+            ratio = algo.ratio(outputs.logprobs, sampled)
+            metrics.mean("rollout/importance_mean", ratio.clamp(max=importance_cap), told)
+            metrics.max("rollout/importance_max", ratio, told)
+            metrics.mean("rollout/importance_capped", ratio > importance_cap, told)
 
 
 def measure_critic(metrics: Metrics, outputs: Outputs, learned: Targets) -> None:

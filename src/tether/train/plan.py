@@ -46,7 +46,7 @@ from tether.models.adapters import (
     with_adapter,
 )
 from tether.models.build import critic_source
-from tether.models.device import default_device, half_dtype, weight_dtype
+from tether.models.device import default_device, half_dtype, total_memory, weight_dtype
 from tether.models.fit import has_few_bits
 from tether.models.heads import is_head_key, read_value_head, state_size, value_head_file
 from tether.models.layers import parameters_above
@@ -369,7 +369,9 @@ def estimate_memory(
     budget, micro = config.train.max_tokens_per_micro_batch, config.train.micro_batch_size
     tokens = budget or micro * width
     shown = max(budget, demonstration) if budget and demonstration else (micro or 0) * demonstration
-    cache = rows * width * _cached_numbers(text) * unit
+    engine = _engine_bytes(config, answers, num_processes)
+    between = 0 if engine and config.sampling.vllm.enable_sleep_mode else engine
+    decoding = engine or rows * (width * _cached_numbers(text) * unit + text.vocab_size * 4 * 3)
     chunk = 2 * logits_at_once(default_device()) * 4
     if any(getattr(text, key, None) not in (None, 1.0) for key in CHANGES_LOGITS):
         responses = max(-(-tokens // width) * config.sampling.response_length, shown)
@@ -377,13 +379,29 @@ def estimate_memory(
     layers = 2 if config.train.gradient_checkpointing else text.num_hidden_layers
     activations = max(tokens, shown) * text.hidden_size * layers * ACTIVATION_FACTOR * unit // 2
     one_layer = tokens * text.hidden_size * ACTIVATION_FACTOR * unit // 2
-    merged = _merged_bytes(roles) if unit == 4 and default_device().type == "cpu" else 0
+    merged = _merged_bytes(roles) if not engine and unit == 4 and default_device().type == "cpu" else 0
+    gradients = part(GRAD_BYTES * at_once, spreading.gradients)
     return {
         "weights and optimizer": kept,
-        "rollout": kept + gathered + merged + cache + rows * text.vocab_size * 4 * 3,
-        "log-probabilities and values": kept + one_layer + chunk,
-        "update": kept + part(GRAD_BYTES * at_once, spreading.gradients) + activations + chunk,
+        **({"vLLM": engine} if engine else {}),
+        "rollout": kept + gathered + merged + decoding,
+        "log-probabilities and values": kept + between + one_layer + chunk,
+        "update": kept + between + gradients + activations + chunk,
     }
+
+
+def _engine_bytes(config: RunConfig, policy: int, num_processes: int) -> int:
+    """Bytes that vLLM takes in each process; 0 without it.
+
+    Args:
+        policy: bytes of the policy's weights, of which it has a copy.
+    """
+    if config.sampling.vllm is None:
+        return 0
+    device, share = default_device(), config.sampling.vllm.gpu_memory_utilization
+    if device.type == "cpu":  # there the share is for keys and values alone
+        return policy + int(share * total_memory(device) / num_processes)
+    return int(share * total_memory(device))
 
 
 def _cached_numbers(text: PreTrainedConfig) -> int:

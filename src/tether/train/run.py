@@ -13,6 +13,7 @@ from tether.config.chat import present, with_now
 from tether.config.keys import counted
 from tether.config.load import check_kind, parse_config
 from tether.config.schema import RunConfig
+from tether.errors import ConfigError
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, lost_told
 from tether.machine.precision import check_precision
@@ -27,7 +28,7 @@ from tether.train.callbacks import callbacks_of
 from tether.train.checkpoint import find_checkpoint, kept_whole, read_state
 from tether.train.display import Display, NullDisplay, check_display
 from tether.train.engines.build import build_engine
-from tether.train.engines.replicated import Alone
+from tether.train.engines.replicated import Alone, Replicated
 from tether.train.folder import check_folder, goes_on_in, is_finished, prepare_folder, save_final, save_final_critic
 from tether.train.gguf import is_from_gguf, write_base
 from tether.train.hub import open_repository, push
@@ -191,8 +192,10 @@ def open_trainer(
                 if trainer.state.step > trainer.num_updates:
                     asked = counted(trainer.num_updates, "update")
                     log.message(f"nothing is left to train: the configuration asks for {asked}")
-            yield trainer
-            trainer.parts.generator.close()
+            try:
+                yield trainer
+            finally:
+                trainer.parts.generator.close()
         except Exception as error:
             if isinstance(log.display, ProcessLog):
                 log.display.failed(error)
@@ -258,6 +261,11 @@ def check_processes(config: RunConfig, dist: Dist) -> None:
     check_batches(config, dist.num_processes)
     engine = build_engine(dist)
     engine.check(resolved(config))
+    if config.sampling.vllm is not None and engine.name not in (Alone.name, Replicated.name):
+        raise ConfigError(
+            f"sampling.vllm: wanted one process or DDP, got {engine.name}, which does not pass weights on to vLLM: "
+            "launch the run with examples/accelerate/ddp.yaml, or leave sampling.vllm out"
+        )
     if dist.num_processes > 1:
         check_sharded(config.rewards, engine.name, spreads=engine.spreads_weights)
 

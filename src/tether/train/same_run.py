@@ -18,7 +18,8 @@ from tether.types import Prompt
 
 OF_MEMORY = frozenset({
     "train.micro_batch_size", "train.max_tokens_per_micro_batch", "train.gradient_checkpointing", "sampling.batch_size",
-    "train.offload_idle_roles",
+    "train.offload_idle_roles", "sampling.vllm.gpu_memory_utilization", "sampling.vllm.enable_sleep_mode",
+    "sampling.vllm.enforce_eager",
 })
 """Keys to change if a run does not fit into memory. Changing them changes rounding."""
 OF_END = frozenset({

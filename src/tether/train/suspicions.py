@@ -21,6 +21,7 @@ class Watch:
             dtype=model.dtype, bf16=train.bf16, fp16=train.fp16, quantization=model.quantization
         )
         self._has_several = train.rollout_batch_size > 1
+        self._with_vllm = config.sampling.vllm is not None
         self._num_alike = 0
         """Number of consecutive updates, up to the last one, in which all answers got the same score."""
 
@@ -28,16 +29,21 @@ class Watch:
         """The ``suspicions`` of the next update."""
         is_alike = scores_alike(metrics["objective/scores"], metrics["objective/scores_std"])
         self._num_alike = self._num_alike + 1 if is_alike and self._has_several else 0
-        return suspicions(metrics, forward_type=self._forward_type, num_alike=self._num_alike)
+        return suspicions(
+            metrics, forward_type=self._forward_type, num_alike=self._num_alike, with_vllm=self._with_vllm
+        )
 
 
-def suspicions(metrics: Mapping[str, float], *, forward_type: str, num_alike: int = 0) -> list[str]:
+def suspicions(
+    metrics: Mapping[str, float], *, forward_type: str, num_alike: int = 0, with_vllm: bool = False
+) -> list[str]:
     """Problems that an update's metrics show: the sampling policy differs from the one being trained, the policy always
     gives the same token or answer, all answers get the same score, or nothing was trained.
 
     Args:
         forward_type: key of ``LOGPROB_GAP``.
         num_alike: number of consecutive updates, up to this one, in which all answers got the same score.
+        with_vllm: whether vLLM generates the answers.
     """
     found = []
     if num_alike >= STRETCH:
@@ -51,10 +57,14 @@ def suspicions(metrics: Mapping[str, float], *, forward_type: str, num_alike: in
             "and training give different results with the same weights"
         )
     if metrics.get("rollout/logprob_gap", 0.0) > LOGPROB_GAP[forward_type].act:
+        differ, way_out = (
+            ("vLLM's numbers for this model are not the policy's", "Leaving sampling.vllm out")
+            if with_vllm
+            else ("this model's cached decoding differs from its forward pass", "Another model.attn_implementation")
+        )
         found.append(
-            "answers are not sampled from the distribution that they are trained under (rollout/logprob_gap): this "
-            "model's cached decoding differs from its forward pass. Another model.attn_implementation or train.bf16: "
-            "false may bring them together"
+            "answers are not sampled from the distribution that they are trained under (rollout/logprob_gap): "
+            f"{differ}. {way_out} or train.bf16: false may bring them together"
         )
     if metrics.get("policy/num_overflows", 0.0) > 0 and metrics.get("update/num_steps") == 0:
         found.append(

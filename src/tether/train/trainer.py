@@ -53,7 +53,7 @@ from tether.train.critic_scale import scale_copy
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import out_of_step
 from tether.train.evaluate import evaluate
-from tether.train.experience import Outputs, experience, joined, targets
+from tether.train.experience import Outputs, experience, importance, joined, targets
 from tether.train.guard import Guard, NotFinite
 from tether.train.interrupt import Stopped, StopRequest
 from tether.train.log import RunLog
@@ -258,6 +258,7 @@ class PPOTrainer:
         self.state = self.checkpoints.restore(checkpoint)
         self.guard.step, self.guard.in_a_row = self.state.step + 1, self.state.bad_batches
         self.parts.generator.batch_size = self.state.decode_batch_size
+        self.parts.generator.sync_weights(self.roles.policy)
         metrics = self.config.output_dir / METRICS
         self.callbacks.resume(self.state, read_jsonl(metrics) if metrics.exists() else [])
 
@@ -457,6 +458,7 @@ class PPOTrainer:
     def experience(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[Experience]:
         """Everything the update needs, one record for each of this process's micro-batches."""
         ppo, kl_coef, each = self.config.ppo, self.state.kl_coef, self.config.sampling.num_generations
+        cap = self.config.importance_cap
         batches = self.micro_batches(answers)
         with self.roles.fetched():
             outputs = self.outputs(batches, answers, metrics)
@@ -472,10 +474,12 @@ class PPOTrainer:
             early_scores=judged.early_scores,
         )
         with metrics.known():
-            measure_objective(metrics, outputs, scores, answers, ppo, kl_coef=kl_coef, num_generations=each)
+            measure_objective(
+                metrics, outputs, scores, answers, ppo, kl_coef=kl_coef, num_generations=each, importance_cap=cap
+            )
             measure_critic(metrics, outputs, learned)
-        in_loss = kl_coef if ppo.kl_in == "loss" else 0.0
-        return experience(batches, outputs, learned, kept, kl_loss_coef=in_loss, dist=self.dist)
+        in_loss, weights = kl_coef if ppo.kl_in == "loss" else 0.0, importance(outputs, answers.completions, cap)
+        return experience(batches, outputs, learned, kept, kl_loss_coef=in_loss, weights=weights, dist=self.dist)
 
     def outputs(self, batches: list[MicroBatch], answers: Answers, metrics: Metrics) -> Outputs:
         """Outputs of policy, critic and reference for the rollout batch, one role after the other: switching roles and

@@ -305,6 +305,8 @@ class Update:
                 cliprange_high=ppo.cliprange_high,
                 dual_clip=ppo.dual_clip,
             )
+            if old.importance is not None:
+                losses["policy_loss"] = old.importance * losses["policy_loss"]
             if old.ref_logprobs is not None:
                 losses["kl_loss"] = algo.kl_loss(new.logprobs, old.logprobs, old.ref_logprobs, ppo.kl_estimator)
                 self.metrics.mean("loss/kl_avg", losses["kl_loss"].detach(), mask)

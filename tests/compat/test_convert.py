@@ -45,8 +45,9 @@ OPENRLHF_OURS = """
     value: {kind: model, init: policy, learning_rate: 9e-6}
     rewards: [{type: model, path: org/reward-a}]
     data: {prompts: org/prompts, columns: {prompt: question}, max_prompt_length: 700}
-    sampling: {response_length: 300, num_generations: 2}
-    ppo: {kl_coef: 0.02, lam: 1, num_ppo_epochs: 1, num_mini_batches: 8, cliprange_value: 0.5, reward_clip: 10}
+    sampling: {response_length: 300, num_generations: 2, vllm: {}}
+    ppo: {importance_sampling_cap: null,
+          kl_coef: 0.02, lam: 1, num_ppo_epochs: 1, num_mini_batches: 8, cliprange_value: 0.5, reward_clip: 10}
     train: {num_train_epochs: 1, rollout_batch_size: 1024, micro_batch_size: 8, learning_rate: 5e-7, adam_beta2: 0.95,
             adam_epsilon: 1e-8, lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: 0.1},
             warmup_ratio: 0.03, bf16: true, gradient_checkpointing: true, save_total_limit: 3, report_to: [wandb]}
@@ -73,8 +74,10 @@ VERL_OURS = """
     rewards: [{type: function, path: graded.py, name: graded}]
     data: {prompts: [train.parquet, more.parquet], eval_prompts: test.parquet, max_prompt_length: 400,
            chat_template_kwargs: {enable_thinking: false}}
-    sampling: {response_length: 600, num_generations: 2, top_k: 40, allow_truncated_sampling: true}
-    ppo: {kl_coef: 0.01, lam: 1, num_ppo_epochs: 1, num_mini_batches: 4, cliprange: 0.2, cliprange_high: 0.28,
+    sampling: {response_length: 600, num_generations: 2, top_k: 40, allow_truncated_sampling: true,
+               vllm: {gpu_memory_utilization: 0.5, enable_sleep_mode: true}}
+    ppo: {importance_sampling_cap: null,
+          kl_coef: 0.01, lam: 1, num_ppo_epochs: 1, num_mini_batches: 4, cliprange: 0.2, cliprange_high: 0.28,
           dual_clip: 3, cliprange_value: 0.5, loss_reduction: fixed_length}
     train: {num_train_epochs: 15, rollout_batch_size: 128, micro_batch_size: 4, learning_rate: 2e-6, weight_decay: 0.01,
             adam_epsilon: 1e-8, lr_scheduler_type: constant_with_warmup, gradient_checkpointing: true, eval_steps: 10,
@@ -111,8 +114,10 @@ value: {kind: model, init: org/critic, learning_rate: 2.0e-05, warmup_steps: 3}
 rewards: [{type: model, path: org/judge}]
 data: {prompts: "odd name's.parquet", eval_prompts: held.parquet, max_prompt_length: 300, max_samples: 50,
        columns: {prompt: question}}
-sampling: {response_length: 200, temperature: 0.9, num_generations: 2, top_p: 0.95, allow_truncated_sampling: true}
-ppo: {kl_coef: 0.03, kl_in: loss, kl_estimator: k3, num_ppo_epochs: 2, num_mini_batches: 4, lam: 0.9, gamma: 0.99,
+sampling: {response_length: 200, temperature: 0.9, num_generations: 2, top_p: 0.95, allow_truncated_sampling: true,
+           vllm: {gpu_memory_utilization: 0.4, enable_sleep_mode: true, enforce_eager: true}}
+ppo: {importance_sampling_cap: 3,
+      kl_coef: 0.03, kl_in: loss, kl_estimator: k3, num_ppo_epochs: 2, num_mini_batches: 4, lam: 0.9, gamma: 0.99,
       cliprange: 0.1, cliprange_high: 0.3, dual_clip: 4, cliprange_value: 0.4, entropy_coef: 0.01,
       loss_reduction: sequence_mean}
 train: {num_train_epochs: 2, rollout_batch_size: 64, max_tokens_per_micro_batch: 4096, learning_rate: 1.0e-05,
@@ -233,6 +238,38 @@ class TestToOurs:
         text = made(enable=False, len=128, penalty_factor=0.5)
         assert parse_config(text).ppo.overlong_buffer is None
         assert "# ignored, this penalty is off:\n" in text and f"{prefix.lstrip('+')}.len: 128" in text
+
+    @pytest.mark.parametrize(
+        ("more", "cap"),
+        [
+            ("", None),
+            ("algorithm.rollout_correction.rollout_is=token", 2.0),
+            ("algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=5", 5.0),
+            ("algorithm.rollout_correction.rollout_is=sequence", None),
+        ],
+    )
+    def test_verls_weights_of_tokens_that_vllm_drew(self, tmp_path, more, cap):
+        made = converted(written(tmp_path, "l.sh", VERL.replace(" $@", f" {more}")))
+        assert parse_config(made).importance_cap == cap
+        assert ("# dropped, algorithm.rollout_correction.rollout_is: sequence" in made) is more.endswith("sequence")
+
+    @pytest.mark.parametrize("name", ["openrlhf_old", "openrlhf_new"])
+    def test_openrlhfs_engine_is_ours_where_it_shares_devices_with_training(self, tmp_path, name):
+        sleeps, share = {
+            "openrlhf_old": ("--vllm_enable_sleep", "--vllm_gpu_memory_utilization 0.6"),
+            "openrlhf_new": ("--vllm.enable_sleep", "--vllm.gpu_memory_utilization 0.6"),
+        }[name]
+        more = f"{sleeps} {share} --algo.advantage.is_correction_enable"
+        made = converted(written(tmp_path, "l.sh", f"{LAUNCHES[name][0].strip()} {more}\n"))
+        config = parse_config(made)
+        assert (config.sampling.vllm.enable_sleep_mode, config.sampling.vllm.gpu_memory_utilization) == (True, 0.6)
+        assert config.importance_cap == 5
+        assert "# Weights have no lower bound here; in OpenRLHF they are at least 0.5" in made
+        apart = LAUNCHES[name][0].replace("--colocate_all_models", "").replace("--train.colocate_all", "")
+        made = converted(written(tmp_path, "l.sh", f"{apart.strip().removesuffix(chr(92))} {more}\n"))
+        vllm = parse_config(made).sampling.vllm
+        assert (vllm.enable_sleep_mode, vllm.gpu_memory_utilization) == (False, 0.3)
+        assert "theirs is of devices on which nothing is trained" in made
 
     def test_verls_keys_that_change_a_result_are_never_ignored(self, tmp_path):
         changed = {

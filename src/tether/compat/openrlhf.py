@@ -11,7 +11,7 @@ from tether.compat.scalars import GPUS, NO_LIMIT, Scalar, has_baseline, left_out
 from tether.compat.translation import Translation, Translator
 from tether.config.keys import counted
 from tether.config.rewards import FunctionReward, HttpReward, ModelReward
-from tether.config.schema import RunConfig
+from tether.config.schema import RunConfig, VLLMConfig
 
 SYSTEM = "OpenRLHF"
 MODULE = "openrlhf.cli.train_ppo_ray"
@@ -148,8 +148,14 @@ OLD = {
     "wandb_project": "logger.wandb.project",
     "wandb_org": "logger.wandb.org",
     "wandb_group": "logger.wandb.group",
+    "vllm_num_engines": "vllm.num_engines",
+    "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization",
+    "vllm_enable_sleep": "vllm.enable_sleep",
+    "enforce_eager": "vllm.enforce_eager",
+    "colocate_all_models": "train.colocate_all",
 }
 """Spellings of releases before 0.11, and of the FSDP2 engine; ``prompt_max_len`` has no new spelling."""
+CORRECTION = tuple(f"algo.advantage.is_correction_{name}" for name in ("enable", "type", "threshold"))
 CLUSTER = (
     "vllm.", "vllm_", "ds.", "fsdp.", "fsdp2_", "deepspeed", "zero", "colocate", "train.colocate", "train.async",
     "train.partial",
@@ -183,6 +189,7 @@ def translated(source: str, options: Mapping[str, Any]) -> Translation:
     _batches(keys)
     _algorithm(keys)
     _lora(keys)
+    _engine(keys)
     _output(keys)
     keys.ignore("a checkpoint is a folder of its own in output_dir, which transformers loads", "ckpt.path",
                 "ckpt.save_hf", "ckpt.disable_ds", "ckpt.max_mem")  # fmt: skip
@@ -348,6 +355,32 @@ def _lora(keys: Translator) -> None:
         keys.put(ours, value, "bf16", "ds.param_dtype")
 
 
+def _engine(keys: Translator) -> None:
+    """vLLM, on the devices that train or on its own there, and the weights that correct its rounding."""
+    if not any(key.startswith("vllm.") for key in keys.given):
+        keys.ignore("transformers generates the answers", *CORRECTION)
+        return
+    keys.put("sampling.vllm", {}, "vllm.num_engines")
+    share, sleeps, eager = (f"vllm.{name}" for name in ("gpu_memory_utilization", "enable_sleep", "enforce_eager"))
+    if keys.flag("train.colocate_all"):
+        if keys.gives(share):
+            keys.put("sampling.vllm.gpu_memory_utilization", keys.take(share), share)
+        keys.put("sampling.vllm.enable_sleep_mode", keys.flag(sleeps), sleeps)
+    keys.ignore("theirs is of devices on which nothing is trained", share, sleeps)
+    keys.put("sampling.vllm.enforce_eager", keys.flag(eager), eager)
+    enabled, kind, bounds = CORRECTION
+    is_on, is_truncated = keys.flag(enabled), keys.take(kind, "tis") == "tis"
+    low, high = keys.pair(bounds, (0.5, 5))
+    keys.put("ppo.importance_sampling_cap", high if is_on and is_truncated else None, enabled)
+    if is_on and is_truncated:
+        keys.covered(kind, bounds, by="ppo.importance_sampling_cap")
+        if low > 0:
+            keys.note(f"Weights have no lower bound here; in OpenRLHF they are at least {low:g}.")
+    elif is_on:
+        keys.drop("weights are truncated here: set ppo.importance_sampling_cap", kind, bounds)
+    keys.ignore("there are no weights", kind, bounds)
+
+
 def _output(keys: Translator) -> None:
     if keys.number("ckpt.save_steps", -1) > 0:
         keys.put("train.save_steps", keys.take("ckpt.save_steps"), "ckpt.save_steps")
@@ -373,8 +406,8 @@ def launch(config: RunConfig, *, source: str) -> str:
     """
     words = [(f"--{name}", *_words(value)) for name, value in _arguments(config)]
     words += [(f"--{role}.num_gpus_per_node", str(GPUS)) for role in _roles(config)]
-    words += [("--train.colocate_all",), ("--vllm.num_engines", str(GPUS)), ("--vllm.enable_sleep",)]
-    words += [("--vllm.gpu_memory_utilization", "0.5"), ("--ds.enable_sleep",)]
+    words += [("--train.colocate_all",), ("--vllm.num_engines", str(GPUS)), ("--ds.enable_sleep",)]
+    words += [(f"--{name}", *_words(value)) for name, value in _engine_arguments(config)]
     taken = [scalar.ours for scalar in SCALARS] + list(WRITTEN) + ["ppo.whiten_advantages"] * has_baseline(config)
     head = ["#!/bin/sh", f"# {SYSTEM}, from {source}; for one node of {GPUS} devices."]
     head += [f"# dropped, {line}" for line in left_out(config, taken)] + [f"# {note}" for note in _notes(config)]
@@ -382,10 +415,22 @@ def launch(config: RunConfig, *, source: str) -> str:
     return "\n".join(head) + "\n\n" + command(program, words)
 
 
+def _engine_arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """vLLM, without which there is no run there, and the weights that correct its rounding."""
+    engine = config.sampling.vllm or VLLMConfig(gpu_memory_utilization=0.5, enable_sleep_mode=True)
+    yield "vllm.gpu_memory_utilization", engine.gpu_memory_utilization
+    for name, is_on in (("enable_sleep", engine.enable_sleep_mode), ("enforce_eager", engine.enforce_eager)):
+        if is_on:
+            yield f"vllm.{name}", True
+    if (cap := config.importance_cap) is not None:
+        enabled, kind, bounds = CORRECTION
+        yield from ((enabled, True), (kind, "tis"), (bounds, [0, cap]))
+
+
 WRITTEN = (
     "rewards", "value.kind", "value.init", "value.warmup_steps", "value.save", "model.lora", "data.prompts",
     "data.eval_prompts", "data.columns.prompt", "data.max_prompt_length", "data.max_samples", "data.chat_template",
-    "sampling.response_length",
+    "sampling.response_length", "sampling.vllm", "ppo.importance_sampling_cap",
     "sampling.top_p", "sampling.allow_truncated_sampling", "ppo.cliprange", "ppo.cliprange_high", "ppo.kl_in",
     "ppo.advantage_estimator", "ppo.loss_reduction", "ppo.reward_clip", "ppo.num_mini_batches", "train.adam_beta1",
     "train.adam_beta2", "train.lr_scheduler_kwargs", "train.rollout_batch_size", "train.micro_batch_size",

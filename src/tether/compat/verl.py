@@ -17,6 +17,7 @@ SYSTEM = "verl"
 MODULE = "verl.trainer.main_ppo"
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
+CORRECTION = "algorithm.rollout_correction"
 OF_FILE = (
     "The values in the file {file} are not read, only those that the script gives: where the file sets another one, "
     "change it here."
@@ -170,6 +171,7 @@ def translated(source: str, settings: Mapping[str, Any], *, file: str | None = N
     _batches(keys)
     _kl(keys, is_former=former is not None)
     _algorithm(keys)
+    _engine(keys)
     _output(keys)
     for key, (usual, why) in USUAL.items():
         keys.drop_unless(usual, why, key)
@@ -351,6 +353,29 @@ def _algorithm(keys: Translator) -> None:
     keys.ignore("LoRA is off", *(f"{MODEL}.{key}" for key in ("lora_rank", "lora_alpha", "target_modules")))
 
 
+def _engine(keys: Translator) -> None:
+    """vLLM, which shares the devices with training there as here, and the weights that correct its rounding."""
+    weights, cap = f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_is_threshold"
+    if keys.take(f"{ROLLOUT}.name") != "vllm":
+        keys.ignore("transformers generates the answers", weights, cap)
+        return
+    keys.put("sampling.vllm", {}, f"{ROLLOUT}.name")
+    share, frees, eager = (
+        f"{ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")
+    )
+    keys.put("sampling.vllm.gpu_memory_utilization", keys.number(share, 0.5), share)
+    keys.put("sampling.vllm.enable_sleep_mode", keys.flag(frees, True), frees)
+    keys.put("sampling.vllm.enforce_eager", keys.flag(eager), eager)
+    kind = keys.take(weights)
+    if kind == "token":
+        keys.put("ppo.importance_sampling_cap", keys.number(cap, 2.0), weights, cap)
+        return
+    keys.put("ppo.importance_sampling_cap", None)
+    if kind is not None:
+        keys.drop("weights are those of tokens here: set ppo.importance_sampling_cap", weights, cap)
+    keys.ignore("there are no weights", weights, cap)
+
+
 def _schedule(keys: Translator) -> None:
     """The learning rate over the updates; their cosine ends at a share of its peak."""
     kind, least, steps, ratio = (
@@ -404,6 +429,7 @@ def launch(config: RunConfig, *, source: str) -> str:
     """
     words = [(f"{name}={_word(value)}",) for name, value in _settings(config)]
     words += [(f"{ROLLOUT}.name=vllm",), (f"{ROLLOUT}.tensor_model_parallel_size=1",)]
+    words += [(f"{name}={_word(value)}",) for name, value in _engine_settings(config)]
     words += [(f"trainer.n_gpus_per_node={GPUS}",), ("trainer.nnodes=1",)]
     taken = [scalar.ours for scalar in SCALARS] + list(WRITTEN) + ["ppo.whiten_advantages"] * has_baseline(config)
     taken += ["train.adam_epsilon"] * (config.train.adam_epsilon == ADAM_EPSILON)
@@ -412,10 +438,24 @@ def launch(config: RunConfig, *, source: str) -> str:
     return "\n".join(head) + "\n\n" + command(["python3", "-m", MODULE], words)
 
 
+def _engine_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """vLLM and the weights that correct its rounding; their defaults if transformers generates here."""
+    engine, cap = config.sampling.vllm, config.importance_cap
+    if engine is None:
+        return
+    yield f"{ROLLOUT}.gpu_memory_utilization", engine.gpu_memory_utilization
+    yield f"{ROLLOUT}.free_cache_engine", engine.enable_sleep_mode
+    yield f"{ROLLOUT}.enforce_eager", engine.enforce_eager
+    if cap is not None:
+        yield f"{CORRECTION}.rollout_is", "token"
+        yield f"{CORRECTION}.rollout_is_threshold", cap
+
+
 WRITTEN = (
     "rewards", "value.kind", "value.init", "model.lora", "data.prompts", "data.eval_prompts", "data.max_samples",
     "data.columns.prompt",
     "data.chat_template_kwargs", "sampling.top_p", "sampling.top_k", "sampling.allow_truncated_sampling",
+    "sampling.vllm", "ppo.importance_sampling_cap",
     "ppo.cliprange", "ppo.cliprange_high", "ppo.kl_in", "ppo.kl_coef", "ppo.kl_estimator", "ppo.advantage_estimator",
     "ppo.loss_reduction", "ppo.num_mini_batches", "train.adam_beta1", "train.adam_beta2", "train.lr_scheduler_type",
     "train.lr_scheduler_kwargs.min_lr_rate", "train.warmup_ratio", "train.warmup_steps",

@@ -1548,8 +1548,8 @@ MEASURE = in_file(
     ),
     (
         "the gap to the sampler cancels out",
-        "gaps = (sampled.to(mask.device) - outputs.logprobs).abs()",
-        "gaps = (sampled.to(mask.device) - outputs.logprobs).sum(dim=1, keepdim=True).abs().expand_as(mask)",
+        "(sampled - outputs.logprobs).abs(), told",
+        "(sampled - outputs.logprobs).sum(dim=1, keepdim=True).abs().expand_as(mask), told",
     ),
     (
         "the length is that of the longest answer",

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoConfig, GPTNeoForCausalLM
 
 from tests.models.build import plain_adapted
 from tests.tiny import EOS, save_tiny
@@ -16,7 +16,7 @@ from tests.train.runs import tiny_run
 from tether.config.load import dump_config
 from tether.errors import ConfigError
 from tether.metrics.writers import read_jsonl
-from tether.train.run import open_trainer, train_policy
+from tether.train.run import open_trainer, train_policy, write_end
 from tether.types import Request, Sampling, noise_key
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -66,8 +66,6 @@ def test_a_run_trains_on_answers_of_the_weights_that_it_has(tmp_path, kind, shar
         after = greedy(generator)
         trainer_gap = [row["rollout/logprob_gap"] for row in trainer.log.updates]
         weights = [row["rollout/importance_mean"] for row in trainer.log.updates]
-        from tether.train.run import write_end
-
         write_end(trainer, finished=True)
     assert before != after
     assert after == greedy_of(saved(config.output_dir, config.model.path, sharing))
@@ -109,16 +107,14 @@ def test_weights_of_a_kept_average_are_evaluated(tmp_path):
 
 
 def test_a_model_that_vllm_does_not_know_is_refused_before_it_is_loaded(tmp_path):
-    from transformers import AutoTokenizer, BertConfig, BertLMHeadModel
-
     config = vllm_run(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    shape = BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                       intermediate_size=16, is_decoder=True, eos_token_id=EOS)  # fmt: skip
-    BertLMHeadModel(shape).save_pretrained(tmp_path / "bert")
-    tokenizer.save_pretrained(tmp_path / "bert")
-    with pytest.raises(ConfigError, match="vLLM cannot generate with"):
-        train_policy(vllm_run(tmp_path, model__path=str(tmp_path / "bert")))
+    shape = GPTNeoConfig(vocab_size=len(tokenizer), hidden_size=16, num_layers=2, num_heads=2, eos_token_id=EOS,
+                         attention_types=[[["global", "local"], 1]], max_position_embeddings=128)  # fmt: skip
+    GPTNeoForCausalLM(shape).save_pretrained(tmp_path / "neo")
+    tokenizer.save_pretrained(tmp_path / "neo")
+    with pytest.raises(ConfigError, match=r"vLLM cannot generate with .* are not supported"):
+        train_policy(vllm_run(tmp_path, model__path=str(tmp_path / "neo")))
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(tmp_path):

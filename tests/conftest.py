@@ -6,9 +6,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-import torch
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # for the processes that tests start, too
 
 from tests.checked import check_calls
 
@@ -22,7 +20,6 @@ LONGEST = (
 )  # fmt: skip
 """Files that take long for the number of their tests."""
 
-torch.set_num_threads(1)
 os.fsync = os.fstat  # no test cuts the power, and a run of three updates would wait for the disk 80 times
 
 

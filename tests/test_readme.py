@@ -107,11 +107,13 @@ def folder(tmp_path, monkeypatch):
 
 
 def smaller(text: str) -> str:
-    """The same run or program, short, on a tiny model."""
-    length = re.search(r"total_episodes\W+(640|10000)", text)
-    assert length is not None
-    text = text.replace(length[1], "128").replace(HUB, MODEL)
-    return re.sub(r"save_steps: \d+", "save_steps: 1", text)
+    """The same run or program with few and short answers, on a tiny model."""
+    assert re.search(r"total_episodes\W+(640|10000)\b", text) is not None
+    if "response_length" not in text:
+        text = text.replace("output_dir:", "sampling: {response_length: 8}\noutput_dir:")
+    for key, size in {"total_episodes": 64, "rollout_batch_size": 32, "response_length": 8, "save_steps": 1}.items():
+        text = re.sub(rf"({key}\W+)\d+", rf"\g<1>{size}", text)
+    return text.replace(HUB, MODEL)
 
 
 def test_files_of_the_readme_are_found(folder):

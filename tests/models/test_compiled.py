@@ -34,6 +34,14 @@ def eager(monkeypatch):
     return calls
 
 
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
+    """The compiler keeps what both tests need in one folder, and nothing of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_passes_call_compiled_layers_and_decoding_does_not(tmp_path, eager, checkpointing):
     config = run_config(
@@ -69,9 +77,8 @@ def test_layers_come_back_whatever_happens(tmp_path, eager):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_numbers_and_gradients_are_those_without(tmp_path, monkeypatch):
+def test_compiled_numbers_and_gradients_are_those_without(tmp_path, monkeypatch, compiler):
     """With and without gradients, in two shapes, with products of oneDNN within."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     seen, product = [], products.product
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "product", lambda *operands: (seen.append(1), product(*operands))[1])
@@ -98,9 +105,8 @@ def test_compiled_numbers_and_gradients_are_those_without(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_how_a_layer_multiplies_does_not_break_its_graph(tmp_path, monkeypatch):
+def test_how_a_layer_multiplies_does_not_break_its_graph(tmp_path, monkeypatch, compiler):
     """The processor is asked outside of compiled code, as it really is asked."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True))
     for asked in (products.half_is_slow, products.onednn_is_faster, products.few_rows_are_slow, products.least_rows):
         asked.cache_clear()

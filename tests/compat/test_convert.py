@@ -787,7 +787,7 @@ class TestFromOurs:
 
     def test_openrlhfs_template_of_prompts_is_a_file_here(self, tmp_path):
         made = converted(written(tmp_path, "launch.sh", OPENRLHF_OLD.strip() + " --input_template 'Q: {} A:'"))
-        assert "# dropped, input_template: 'Q: {} A:': name a Jinja file with the same text in data.chat_temp" in made
+        assert "# dropped, input_template: Q: {} A:: name a Jinja file with the same text in data.chat_t" in made
 
     def test_what_they_cannot_say_is_named(self, tmp_path):
         text = OURS.replace("kl_coef: 0.03,", "kl_coef: 0.03, kl_target: 6, score_norm: frozen,").replace(

@@ -260,8 +260,8 @@ def _data(keys: Translator) -> None:
         if keys.number("eval.steps", -1) > 0:
             keys.put("train.eval_steps", keys.take("eval.steps"), "eval.steps")
     keys.prompt_column("data.input_key", "input")
-    keys.drop("name a Jinja file with the same text in data.chat_template: User: {{ messages[-1].content }}",
-              "data.input_template")  # fmt: skip
+    why = "name a Jinja file with the same text in data.chat_template, such as User: {{ messages[-1].content }}"
+    keys.drop(why, "data.input_template")
     keys.covered("data.label_key", by="columns reach reward functions under their own names")
     if not keys.flag("data.apply_chat_template"):
         keys.put("data.chat_template", "none", "data.apply_chat_template")

@@ -213,10 +213,11 @@ class Models:
         Args:
             autocast_dtype: of the run's forward passes, None without autocast.
         """
-        score = _score(self.value)
+        is_linear = isinstance(_score(self.value), nn.Linear)
+        own = None if is_linear else _critic_head(self.value, self.value_trunk)
         for name, model in self.read.items():
             trunk = model.base_model if name == "value_model" else model
-            head = None if name != "value_model" or isinstance(score, nn.Linear) else score
+            head = own if name == "value_model" else None
             check_pass(trunk, name, autocast_dtype, head)
 
     def _to_train(self) -> dict[str, nn.Parameter]:

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -94,6 +95,13 @@ def test_what_reward_code_changes_is_set_back_and_told_once(tmp_path, what, wher
 
 
 def test_inference_mode_is_set_back_every_time_by_one_object_and_nothing_with_it():
+    """In a thread of its own: when the judge's objects are freed, each sets the thread back to what it was before."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(score_in_inference_mode).result()
+    assert not torch.is_autocast_enabled("cpu") and not torch.is_inference_mode_enabled()
+
+
+def score_in_inference_mode():
     kept = []
 
     def judge(prompts, completions):

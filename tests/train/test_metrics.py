@@ -59,6 +59,8 @@ COSTS |= {f"memory/{phase}" for phase in PHASES}
 """Worked out by tests/train/test_costs.py."""
 OF_FLOAT16 = {f"{name}/{what}" for name in ("policy", "value") for what in ("loss_scale", "num_overflows")}
 """Worked out by tests/train/test_fp16.py."""
+OF_VLLM = {f"rollout/importance_{what}" for what in ("mean", "max", "capped")}
+"""Worked out by tests/train/test_importance.py."""
 OPTIONAL = {"time/values_s", "memory/values", "time/reference_s", "memory/reference"}
 """Those of passes that not every run has."""
 
@@ -293,8 +295,8 @@ def test_every_metric_in_the_docs_is_worked_out_by_hand(logged):
     cells = [line.split("|")[1] for line in tables.splitlines() if line.startswith("|")]
     names = {name for text in (*cells, evaluation) for name in re.findall(r"`([a-z_]+(?:/[A-Za-z_0-9]+)?)`", text)}
     worked_out = {name for case in CASES for line in logged(case).wanted for name in line}
-    assert {re.sub("kind|brief", "NAME", name) for name in worked_out} == names - COSTS - OF_FLOAT16
-    assert names >= COSTS | OF_FLOAT16
+    assert {re.sub("kind|brief", "NAME", name) for name in worked_out} == names - COSTS - OF_FLOAT16 - OF_VLLM
+    assert names >= COSTS | OF_FLOAT16 | OF_VLLM
 
 
 def logged_with(config, change):

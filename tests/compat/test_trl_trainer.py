@@ -1129,7 +1129,12 @@ def test_layers_of_several_types_that_cannot_compute_are_told(tmp_path, role):
 
 def test_layers_of_several_types_may_compute_under_autocast(tmp_path):
     args = arguments(tmp_path, total_episodes=8, bf16=True)
-    trainer(tmp_path, args=args, model=half_way(policy(tmp_path)), value_model=half_way(classifier(tmp_path))).train()
+    model = half_way(policy(tmp_path))
+    before = [layer.mlp.up_proj.weight.clone() for layer in model.base_model.layers]
+    trainer(tmp_path, args=args, model=model, value_model=half_way(classifier(tmp_path))).train()
+    after = [layer.mlp.up_proj.weight for layer in model.base_model.layers]
+    assert [weight.dtype for weight in after] == [torch.bfloat16, *[torch.float32] * (len(after) - 1)]
+    assert not torch.equal(before[-1], after[-1])
 
 
 def test_weights_in_bfloat16_are_told_where_they_train(tmp_path, caplog):

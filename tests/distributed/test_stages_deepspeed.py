@@ -7,6 +7,7 @@ import gc
 import json
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -319,8 +320,12 @@ def test_half_precision_of_the_hardware_is_no_contradiction(tmp_path, monkeypatc
     """By itself a run is in bfloat16 where that is fast."""
     for name, value in launch(tmp_path, 3, bf16={"enabled": True}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("tether.models.device.bf16_supported", lambda device: True)
-    Zero(Dist()).check(config_of(tmp_path, "sft", bf16=None))
+    config = config_of(tmp_path, "sft", bf16=None)
+    told = pytest.raises(ConfigError, match=r"bf16\.enabled")
+    for is_fast, expectation in ((True, nullcontext()), (False, told)):
+        monkeypatch.setattr("tether.models.device.bf16_supported", lambda device, is_fast=is_fast: is_fast)
+        with expectation:
+            Zero(Dist()).check(config)
 
 
 @pytest.mark.parametrize("name", STAGES)

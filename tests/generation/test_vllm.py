@@ -360,7 +360,7 @@ def test_an_evaluation_of_a_finished_run_needs_no_engine(tmp_path, engines, monk
 
 def test_a_run_without_it_never_imports_vllm(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "vllm", None)
-    train_policy(tiny_run(tmp_path, train__max_steps=1))
+    assert len(train_policy(tiny_run(tmp_path, train__max_steps=1)).updates) == 1
 
 
 @pytest.mark.parametrize(("sleeps", "phases"), [(False, ["rollout", "log-probabilities and values", "update"]),

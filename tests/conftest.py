@@ -16,7 +16,7 @@ LONGEST = (
     "faults/test_ratio_and_kl.py", "test_pipeline.py", "test_readme.py", "distributed/test_stages.py",
     "distributed/test_launchers.py", "models/test_compiled.py", "chaos/test_chaos.py", "distributed/test_fsdp.py",
     "distributed/test_ddp.py", "distributed/test_trl.py", "benchmarks/test_performance.py", "mutants/test_run.py",
-    "demo/test_real_model.py", "test_page_pipeline.py",
+    "demo/test_real_model.py", "test_page_pipeline.py", "train/test_accelerator.py",
 )  # fmt: skip
 """Files that take long for the number of their tests."""
 

@@ -183,6 +183,15 @@ class PPOTrainer:
         self.callbacks.train_end()
         return None
 
+    def train_one_update(self) -> None:
+        """Runs one update and what may follow it: logging, evaluation, a checkpoint."""
+        self.callbacks.step_begin()
+        self.record(self.step())
+        if self.evaluation_due():
+            self.evaluate()
+        if self.is_due("save", self.config.train.save_steps) and self.state.saved_step != self.state.step:
+            self.save()
+
     def check_trained(self) -> None:
         """Raises ``TrainingError`` if no token took part in a loss of any update."""
         if self.state.step > 0 and not self.state.had_tokens:
@@ -210,140 +219,6 @@ class PPOTrainer:
         self.log.message(f"kept: the policy after update {best} of {last}, with the best {name}, {value:.3g}")
         return best
 
-    def train_one_update(self) -> None:
-        """Runs one update and what may follow it: logging, evaluation, a checkpoint."""
-        self.callbacks.step_begin()
-        self.record(self.step())
-        if self.evaluation_due():
-            self.evaluate()
-        if self.is_due("save", self.config.train.save_steps) and self.state.saved_step != self.state.step:
-            self.save()
-
-    def evaluation_due(self) -> bool:
-        """Whether to evaluate now: before the first update, on schedule, or at the request of a callback."""
-        return self.state.step == 0 or self.is_due("evaluate", self.config.train.eval_steps)
-
-    def is_due(self, what: str, every: int | None) -> bool:
-        """Whether an evaluation or a save follows the current update. A callback may request it in a single process,
-        for example after checking that process's clock."""
-        return self.dist.any(self.callbacks.due(what, every))
-
-    def evaluate(self) -> None:
-        """Generates and scores answers to the held-out prompts; saves the best result so far if the run keeps it."""
-        if not self.parts.eval_prompts:
-            return
-        self.before = random_states()
-        is_moving = self.config.ppo.score_norm == "running"
-        with self.policy_to_keep():
-            metrics, samples, moments = evaluate(
-                self.parts,
-                self.config,
-                self.state.eval_moments if is_moving else self.state.score_moments,
-                phase=self.log.phase,
-                check=self.stop.check,
-                halvings=self.state.halvings,
-                waiting=self.stop.at_once,
-            )
-        if is_moving:  # one scale for all evaluations
-            self.state.eval_moments = moments
-        self.state.evaluated_step = self.state.step
-        is_best = self.state.note_evaluation(metrics, self.config.train)
-        self.log.evaluation(self.state.step, metrics, samples)
-        self.callbacks.evaluated(metrics)
-        if is_best:
-            self.save()
-
-    def resume(self, checkpoint: Path) -> None:
-        """Resumes from a checkpoint: weights, optimizers, counters, random states, and the states of callbacks."""
-        self.state = self.checkpoints.restore(checkpoint)
-        self.guard.step, self.guard.in_a_row = self.state.step + 1, self.state.bad_batches
-        self.parts.generator.batch_size = self.state.decode_batch_size
-        self.parts.generator.sync_weights(self.roles.policy)
-        metrics = self.config.output_dir / METRICS
-        self.callbacks.resume(self.state, read_jsonl(metrics) if metrics.exists() else [])
-
-    def follow(self, ppo: PPOConfig) -> None:
-        """Computes the next updates with these settings; checkpoints keep those that the run began with."""
-        self.config = self.config.model_copy(update={"ppo": ppo})
-        self.state.kl_coef = ppo.kl_coef
-
-    def save(self) -> None:
-        """Writes checkpoint-N, completely or not at all, and deletes checkpoints beyond the limit."""
-        self.state.callbacks = self.callbacks.exported()
-        self.state.decode_batch_size = self.parts.generator.batch_size
-        path = self.checkpoints.save(self.state)
-        self.callbacks.saved(path)
-
-    @contextmanager
-    def policy_to_keep(self) -> Iterator[None]:
-        """Within this context, the policy has the weights to evaluate and save: their moving average, if kept."""
-        if self.average is None:
-            yield
-            return
-        try:
-            with self.average.applied():
-                self.parts.generator.sync_weights(self.roles.policy)
-                yield
-        finally:
-            self.parts.generator.sync_weights(self.roles.policy)
-
-    def freeze_norms(self) -> None:
-        """Measures the mean and spread of the start policy's scores if later scores are normalized by them: for each
-        source with ``norm: auto``, then for their sum with ``ppo.score_norm: frozen``. A resumed run has them."""
-        by_source = bool(unmeasured(self.parts.rewards)) and not self.state.source_moments
-        of_sum = self.config.ppo.score_norm == "frozen" and self.state.score_moments.count == 0
-        answers = None
-        if by_source or of_sum:
-            answers = start_answers(self.parts, self.config, phase=self.log.phase, check=self.stop.check)
-        if by_source:
-            with self.stop.at_once():
-                moments = measured(self.parts.rewards, answers.reward_batch(self.parts.tokenizer))
-            for name, own in moments.items():
-                self.log.message(spread(own, f"norm auto of the reward {name}", "norm"))
-            self.state.source_moments = moments
-        if self.state.source_moments:
-            self.parts = replace(self.parts, rewards=normalised(self.parts.rewards, self.state.source_moments))
-        if of_sum:
-            with self.stop.at_once():
-                moments = algo.merged_moments(algo.ScoreMoments(), raw_scores(self.parts, answers)[0])
-            self.log.message(spread(moments, "ppo.score_norm frozen", "score_norm"))
-            self.state.score_moments = moments
-
-    # Memory
-
-    def wants_dry_step(self) -> bool:
-        """Whether to try the longest lengths before training, with the default resolved."""
-        wanted = self.config.train.dry_step
-        return self.dist.device.type != "cpu" if wanted is None else wanted
-
-    def dry_step(self) -> None:
-        """Runs micro-batches of the longest lengths forward and backward, without effect; halves them until they
-        fit."""
-        self.log.phase("dry step", 0, 1)
-        try:
-            self.log.message(dry_step(self.config, self.parts, self.micro_batches, self.one_update, self.halve))
-        finally:
-            self.release_memory()
-
-    def halve(self, error: torch.OutOfMemoryError) -> None:
-        """Halves the micro-batches of every later pass. They are planned and shuffled as before and then run in parts,
-        so results change only by rounding.
-
-        Raises:
-            TrainingError: they already hold only one answer.
-            OutOfStep: there are other processes, which are in the middle of the passes that this one cannot run.
-        """
-        if self.dist.num_processes > 1:
-            raise out_of_step("the update's passes", error) from error
-        self.state.halvings, told = next_halving(self.config, self.state.halvings, error)
-        self.log.message(told)
-
-    def release_memory(self) -> None:
-        """Releases unused memory between phases, including heap pages if memory matters more than time."""
-        self.dist.release_memory()
-        if self.config.train.gradient_checkpointing:
-            self.dist.trim_heap()
-
     # One update
 
     def step(self) -> dict[str, float]:
@@ -357,35 +232,6 @@ class PPOTrainer:
             self.release_memory()
             self.parts.generator.sync_weights(self.roles.policy)
         return self.finish(metrics, moments, optimizers)
-
-    def learn(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[PassOptimizer]:
-        """Runs ``experience`` and ``update``. Restarts them with smaller micro-batches if those do not fit into memory,
-        and skips them if an output of the policy, the reference or the critic is not finite."""
-        while True:
-            try:
-                with metrics.attempt():
-                    experience = self.experience(answers, judged, metrics)
-                    self.release_memory()
-                    return self.update(experience, answers, metrics)
-            except NotFinite as error:
-                self.guard.leave_out(error)
-                return self.left_out(answers, metrics)
-            except torch.OutOfMemoryError as error:
-                self.halve(error)
-            self.release_memory()
-
-    def left_out(self, answers: Answers, metrics: Metrics) -> list[PassOptimizer]:
-        """Records an update without a step; advances the schedules of the optimizers that would have stepped, and
-        returns these optimizers."""
-        update, ppo = self.one_update(answers, metrics), self.config.ppo
-        count = ppo.num_ppo_epochs * ppo.num_mini_batches
-        for optimizer in update.optimizers_in_use():
-            for _ in range(count):
-                self.engine.skip(optimizer)
-        with metrics.known():
-            metrics.sum("update/num_steps", 0.0)
-            metrics.sum("update/num_bad", float(count))
-        return update.optimizers_in_use()
 
     def rollout(self, metrics: Metrics, *, ask: bool = False) -> Answers:
         """Generates the policy's answers to this update's prompts, those to one prompt in neighboring rows.
@@ -454,6 +300,22 @@ class PPOTrainer:
         if told is not None:
             self.log.message(told)
 
+    def learn(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[PassOptimizer]:
+        """Runs ``experience`` and ``update``. Restarts them with smaller micro-batches if those do not fit into memory,
+        and skips them if an output of the policy, the reference or the critic is not finite."""
+        while True:
+            try:
+                with metrics.attempt():
+                    experience = self.experience(answers, judged, metrics)
+                    self.release_memory()
+                    return self.update(experience, answers, metrics)
+            except NotFinite as error:
+                self.guard.leave_out(error)
+                return self.left_out(answers, metrics)
+            except torch.OutOfMemoryError as error:
+                self.halve(error)
+            self.release_memory()
+
     @torch.no_grad()
     def experience(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[Experience]:
         """Everything the update needs, one record for each of this process's micro-batches."""
@@ -518,6 +380,11 @@ class PPOTrainer:
             ref_logprobs=whole(refs),
         )
 
+    def micro_batches(self, answers: Answers) -> list[MicroBatch]:
+        """This process's part of the rollout batch in padded micro-batches, formed once and used by every pass of this
+        update."""
+        return micro_batches(answers, self.config, self.dist, halvings=self.state.halvings)
+
     def update(self, experience: list[Experience], answers: Answers, metrics: Metrics) -> list[PassOptimizer]:
         """Runs several epochs of mini-batches, one optimizer step each; see ``tether.train.update``.
 
@@ -547,6 +414,19 @@ class PPOTrainer:
             costs=self.costs,
         )
 
+    def left_out(self, answers: Answers, metrics: Metrics) -> list[PassOptimizer]:
+        """Records an update without a step; advances the schedules of the optimizers that would have stepped, and
+        returns these optimizers."""
+        update, ppo = self.one_update(answers, metrics), self.config.ppo
+        count = ppo.num_ppo_epochs * ppo.num_mini_batches
+        for optimizer in update.optimizers_in_use():
+            for _ in range(count):
+                self.engine.skip(optimizer)
+        with metrics.known():
+            metrics.sum("update/num_steps", 0.0)
+            metrics.sum("update/num_bad", float(count))
+        return update.optimizers_in_use()
+
     def finish(
         self, metrics: Metrics, moments: algo.ScoreMoments, optimizers: list[PassOptimizer]
     ) -> dict[str, float]:
@@ -567,23 +447,6 @@ class PPOTrainer:
         for optimizer in optimizers:
             optimizer.note(values["objective/scores"])
         return values
-
-    def record(self, metrics: dict[str, float]) -> None:
-        """Counts an update and logs its metrics."""
-        self.state.step += 1
-        self.state.had_tokens |= metrics["update/num_steps"] > 0 or metrics.get("update/num_empty", 0.0) == 0
-        self.state.bad_batches, self.guard.step = self.guard.in_a_row, self.state.step + 1
-        for text in self.watch.suspicions(metrics):
-            self.log.warn_once(text)
-        self.log.update(self.state.step, self.num_updates, metrics)
-        self.callbacks.step_end(metrics)
-
-    # Parts of an update
-
-    def micro_batches(self, answers: Answers) -> list[MicroBatch]:
-        """This process's part of the rollout batch in padded micro-batches, formed once and used by every pass of this
-        update."""
-        return micro_batches(answers, self.config, self.dist, halvings=self.state.halvings)
 
     def summary(self, metrics: Metrics) -> dict[str, float]:
         """The update's metrics as numbers, including derived ones.
@@ -616,3 +479,142 @@ class PPOTrainer:
                 horizon=ppo.kl_horizon,
                 num_episodes=self.config.train.rollout_batch_size,
             )
+
+    def record(self, metrics: dict[str, float]) -> None:
+        """Counts an update and logs its metrics."""
+        self.state.step += 1
+        self.state.had_tokens |= metrics["update/num_steps"] > 0 or metrics.get("update/num_empty", 0.0) == 0
+        self.state.bad_batches, self.guard.step = self.guard.in_a_row, self.state.step + 1
+        for text in self.watch.suspicions(metrics):
+            self.log.warn_once(text)
+        self.log.update(self.state.step, self.num_updates, metrics)
+        self.callbacks.step_end(metrics)
+
+    def follow(self, ppo: PPOConfig) -> None:
+        """Computes the next updates with these settings; checkpoints keep those that the run began with."""
+        self.config = self.config.model_copy(update={"ppo": ppo})
+        self.state.kl_coef = ppo.kl_coef
+
+    # Evaluation
+
+    def evaluation_due(self) -> bool:
+        """Whether to evaluate now: before the first update, on schedule, or at the request of a callback."""
+        return self.state.step == 0 or self.is_due("evaluate", self.config.train.eval_steps)
+
+    def evaluate(self) -> None:
+        """Generates and scores answers to the held-out prompts; saves the best result so far if the run keeps it."""
+        if not self.parts.eval_prompts:
+            return
+        self.before = random_states()
+        is_moving = self.config.ppo.score_norm == "running"
+        with self.policy_to_keep():
+            metrics, samples, moments = evaluate(
+                self.parts,
+                self.config,
+                self.state.eval_moments if is_moving else self.state.score_moments,
+                phase=self.log.phase,
+                check=self.stop.check,
+                halvings=self.state.halvings,
+                waiting=self.stop.at_once,
+            )
+        if is_moving:  # one scale for all evaluations
+            self.state.eval_moments = moments
+        self.state.evaluated_step = self.state.step
+        is_best = self.state.note_evaluation(metrics, self.config.train)
+        self.log.evaluation(self.state.step, metrics, samples)
+        self.callbacks.evaluated(metrics)
+        if is_best:
+            self.save()
+
+    def is_due(self, what: str, every: int | None) -> bool:
+        """Whether an evaluation or a save follows the current update. A callback may request it in a single process,
+        for example after checking that process's clock."""
+        return self.dist.any(self.callbacks.due(what, every))
+
+    @contextmanager
+    def policy_to_keep(self) -> Iterator[None]:
+        """Within this context, the policy has the weights to evaluate and save: their moving average, if kept."""
+        if self.average is None:
+            yield
+            return
+        try:
+            with self.average.applied():
+                self.parts.generator.sync_weights(self.roles.policy)
+                yield
+        finally:
+            self.parts.generator.sync_weights(self.roles.policy)
+
+    def freeze_norms(self) -> None:
+        """Measures the mean and spread of the start policy's scores if later scores are normalized by them: for each
+        source with ``norm: auto``, then for their sum with ``ppo.score_norm: frozen``. A resumed run has them."""
+        by_source = bool(unmeasured(self.parts.rewards)) and not self.state.source_moments
+        of_sum = self.config.ppo.score_norm == "frozen" and self.state.score_moments.count == 0
+        answers = None
+        if by_source or of_sum:
+            answers = start_answers(self.parts, self.config, phase=self.log.phase, check=self.stop.check)
+        if by_source:
+            with self.stop.at_once():
+                moments = measured(self.parts.rewards, answers.reward_batch(self.parts.tokenizer))
+            for name, own in moments.items():
+                self.log.message(spread(own, f"norm auto of the reward {name}", "norm"))
+            self.state.source_moments = moments
+        if self.state.source_moments:
+            self.parts = replace(self.parts, rewards=normalised(self.parts.rewards, self.state.source_moments))
+        if of_sum:
+            with self.stop.at_once():
+                moments = algo.merged_moments(algo.ScoreMoments(), raw_scores(self.parts, answers)[0])
+            self.log.message(spread(moments, "ppo.score_norm frozen", "score_norm"))
+            self.state.score_moments = moments
+
+    # Checkpoints
+
+    def save(self) -> None:
+        """Writes checkpoint-N, completely or not at all, and deletes checkpoints beyond the limit."""
+        self.state.callbacks = self.callbacks.exported()
+        self.state.decode_batch_size = self.parts.generator.batch_size
+        path = self.checkpoints.save(self.state)
+        self.callbacks.saved(path)
+
+    def resume(self, checkpoint: Path) -> None:
+        """Resumes from a checkpoint: weights, optimizers, counters, random states, and the states of callbacks."""
+        self.state = self.checkpoints.restore(checkpoint)
+        self.guard.step, self.guard.in_a_row = self.state.step + 1, self.state.bad_batches
+        self.parts.generator.batch_size = self.state.decode_batch_size
+        self.parts.generator.sync_weights(self.roles.policy)
+        metrics = self.config.output_dir / METRICS
+        self.callbacks.resume(self.state, read_jsonl(metrics) if metrics.exists() else [])
+
+    # Memory
+
+    def wants_dry_step(self) -> bool:
+        """Whether to try the longest lengths before training, with the default resolved."""
+        wanted = self.config.train.dry_step
+        return self.dist.device.type != "cpu" if wanted is None else wanted
+
+    def dry_step(self) -> None:
+        """Runs micro-batches of the longest lengths forward and backward, without effect; halves them until they
+        fit."""
+        self.log.phase("dry step", 0, 1)
+        try:
+            self.log.message(dry_step(self.config, self.parts, self.micro_batches, self.one_update, self.halve))
+        finally:
+            self.release_memory()
+
+    def halve(self, error: torch.OutOfMemoryError) -> None:
+        """Halves the micro-batches of every later pass. They are planned and shuffled as before and then run in parts,
+        so results change only by rounding.
+
+        Raises:
+            TrainingError: they already hold only one answer.
+            OutOfStep: there are other processes, which are in the middle of the passes that this one cannot run.
+        """
+        if self.dist.num_processes > 1:
+            raise out_of_step("the update's passes", error) from error
+        self.state.halvings, told = next_halving(self.config, self.state.halvings, error)
+        self.log.message(told)
+
+    def release_memory(self) -> None:
+        """Releases unused memory between phases, including heap pages if memory matters more than time."""
+        self.dist.release_memory()
+        if self.config.train.gradient_checkpointing:
+            self.dist.trim_heap()

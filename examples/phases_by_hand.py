@@ -8,8 +8,8 @@ import sys
 from tether import RewardOutput, load_config, open_trainer
 from tether.metrics.reduce import Metrics
 from tether.models.saving import save_policy
+from tether.train.costs import timed
 from tether.train.rollout import Answers
-from tether.train.trainer import timed
 from tether.types import Completion, Prompt
 
 

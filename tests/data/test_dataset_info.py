@@ -1,6 +1,7 @@
 """LLaMA-Factory's dataset_info.json: what its entries' rows become, and what is refused with which words."""
 
 import json
+import re
 
 import pytest
 
@@ -103,6 +104,32 @@ def test_alpaca_pairs(entry):
     columns = {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}
     (row,) = read_entry(entry(rows, ranking=True, columns=columns), "d", "k").rows
     assert row == {"prompt": [user("the cat")], "chosen": "is good", "rejected": "is bad"}
+
+
+@pytest.mark.parametrize("columns", [None, {"prompt": "instruction", "response": "output", "query": "input"}])
+def test_alpaca_pairs_in_one_list_with_the_better_answer_first(entry, columns):
+    rows = [{"instruction": "the cat", "input": "", "output": ["is good", "is bad"]},
+            {"instruction": "a", "input": "b", "output": '["c", "d"]'}]  # fmt: skip
+    named = {} if columns is None else {"columns": columns}
+    first, second = read_entry(entry(rows, ranking=True, **named), "d", "k").rows
+    assert first == {"prompt": [user("the cat")], "chosen": "is good", "rejected": "is bad"}
+    assert second == {"prompt": [user("a\nb")], "chosen": "c", "rejected": "d"}
+
+
+@pytest.mark.parametrize(
+    ("row", "got"),
+    [
+        ({"output": "is good"}, "got 'is good'"), ({"output": ["is good"]}, r"got \['is good'\]"),
+        ({"output": ["a", "b", "c"]}, r"got \['a', 'b', 'c'\]"), ({"output": ["a", None]}, r"got \['a', None\]"),
+        ({"chosen": "a"}, "there is no column output; the columns are instruction, chosen"),
+    ],
+)  # fmt: skip
+def test_lists_that_are_no_pair_are_told_with_their_row(entry, row, got):
+    good = {"instruction": "the dog", "output": ["a", "b"]}
+    table = read_entry(entry([good, {"instruction": "the cat"} | row], ranking=True), "d", "k")
+    (bad,) = table.bad.values()
+    assert len(table.rows) == 1
+    assert re.search(rf"row 1, output: {got}, wanted a list of two texts, the better answer first; or name", str(bad))
 
 
 TURNS = [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "is good"}]
@@ -329,7 +356,9 @@ def test_a_hub_dataset_with_its_subset_and_split(entry, monkeypatch, tmp_path):
         ({"columns": {"images": "images"}}, r"columns\.images: only text is supported"),
         ({"columns": {"respons": "a"}}, r"unknown key columns\.respons; did you mean columns\.response\?"),
         ({"tags": {"usertag": "a"}}, r"unknown key tags\.usertag; did you mean tags\.user_tag\?"),
-        ({"ranking": True}, r"ranking needs columns\.chosen and columns\.rejected"),
+        ({"ranking": True, "columns": {"prompt": "a", "chosen": "b", "response": "c"}},
+         r"ranking needs columns\.chosen and columns\.rejected, or columns\.response alone, with both in a list"),
+        ({"ranking": True, "formatting": "sharegpt"}, r"ranking needs columns\.chosen and columns\.rejected$"),
         ({"num_samples": 0}, "num_samples is 0, wanted a whole number above 0"),
         ({"formating": "sharegpt"}, r"unknown key formating; did you mean formatting\?"),
         ({"file_name": "none.json"}, "no such file"),

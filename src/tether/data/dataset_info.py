@@ -1,6 +1,7 @@
 """LLaMA-Factory's ``dataset_info.json``: named datasets, and how their rows become prompts, answers and pairs.
 
     alpaca     instruction, input, output, history, system        → prompt, messages
+               the same, with chosen and rejected or both in output → prompt, chosen, rejected
     sharegpt   a list of turns, with or without chosen and rejected → prompt, messages, or prompt, chosen, rejected
     openai     the same with other tags, and function calls in the format of the API
 """
@@ -218,8 +219,11 @@ def _entry(folder: str, name: str, key: str) -> _Entry:
             if column in _REFUSED_COLUMNS:
                 raise DataError(f"{where}: columns.{column}: {_REFUSED_COLUMNS[column]}")
         passed_over += _unread(given, allowed, (), where, f"{part}.")
-    if settings.get("ranking") and not {"chosen", "rejected"} <= columns.keys():
-        raise DataError(f"{where}: ranking needs columns.chosen and columns.rejected")
+    answers = {"chosen", "rejected"} & columns.keys()
+    in_one_list = default is _ALPACA and "response" in columns and not answers
+    if settings.get("ranking") and len(answers) < 2 and not in_one_list:
+        other = ", or columns.response alone, with both in a list" if default is _ALPACA else ""
+        raise DataError(f"{where}: ranking needs columns.chosen and columns.rejected{other}")
     needed = "prompt" if default is _ALPACA else "messages"
     usual = _OPENAI_TAGS if settings.get("formatting") == "openai" else _TAGS
     return _Entry(where, settings, {needed: default[needed]} | columns, usual | tags, passed_over)
@@ -264,11 +268,25 @@ def _alpaca(row: Row, entry: _Entry, where: str) -> Row:
     before = _system(row, entry, where) + _history(row, columns.get("history"), where)
     prompt = [*before, {"role": "user", "content": "\n".join(part for part in parts if part)}]
     if entry.is_ranking:
-        answers = {side: _text(row, columns[side], where) for side in ("chosen", "rejected")}
-        return rest | {"prompt": prompt} | answers
+        return rest | {"prompt": prompt} | _pair(row, columns, where)
     is_read = "response" in columns and not entry.has_verdicts
     answer = _text(row, columns["response"], where, optional=True) if is_read else ""
     return rest | {"prompt": prompt} | ({"messages": [*prompt, _assistant(answer)]} if answer.strip() else {})
+
+
+def _pair(row: Row, columns: Mapping[str, str], where: str) -> Row:
+    """Both answers, each in its column or, as in files of earlier releases, in one list with the better one first."""
+    if "chosen" in columns:
+        return {side: _text(row, columns[side], where) for side in ("chosen", "rejected")}
+    column = columns["response"]
+    given = row.get(column)
+    if isinstance(given, str) and given.lstrip().startswith("["):
+        given = decoded(given, f"{where}, {column}")
+    if not isinstance(given, list) or len(given) != 2 or not all(isinstance(text, str) for text in given):
+        wanted = "a list of two texts, the better answer first"
+        other = "or name columns.chosen and columns.rejected in the entry"
+        raise DataError(f"{where}, {column}: {_got(row, column)}, wanted {wanted}; {other}")
+    return {"chosen": given[0], "rejected": given[1]}
 
 
 def _sharegpt(row: Row, entry: _Entry, where: str) -> Row:
@@ -367,9 +385,12 @@ def _text(row: Row, column: str, where: str, *, optional: bool = False) -> str:
     if optional and value is None:
         return ""
     if not isinstance(value, str):
-        got = f"got {value!r}" if column in row else f"there is no column {column}; the columns are {', '.join(row)}"
-        raise DataError(f"{where}, {column}: {got}, wanted text")
+        raise DataError(f"{where}, {column}: {_got(row, column)}, wanted text")
     return value
+
+
+def _got(row: Row, column: str) -> str:
+    return f"got {row[column]!r}" if column in row else f"there is no column {column}; the columns are {', '.join(row)}"
 
 
 def _assistant(text: str) -> Message:

@@ -14,10 +14,10 @@ VERL = {"data_source": ["a", "b"], "reward_model": [{"ground_truth": "x"}, {"gro
 def source(tmp_path):
     """Makes a source of a file's text."""
 
-    def make(text, label=None):
+    def make(text, label=None, **arguments):
         file = tmp_path / "judge.py"
         file.write_text(f"import torch\n{text}")
-        return FunctionSource(load_function(str(file), "f", "rewards.0", label), "f")
+        return FunctionSource(load_function(str(file), "f", "rewards.0", label, arguments), "f")
 
     return make
 
@@ -80,3 +80,38 @@ def test_verls_function_gets_the_other_columns_that_it_takes(source):
 def test_a_label_that_no_argument_gets_is_told(source, takes):
     with pytest.raises(ConfigError, match=r"rewards\.0\.label: f\(.*takes columns by their own names; leave it out"):
         source(f"def f({takes}): return 0", "answer")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(solution_str, ground_truth, scale, extra_info=None, shift=0): return scale * len(solution_str) + shift",
+        "def f(solution_str, ground_truth, **others):\n"
+        "    return others['scale'] * len(solution_str) + others['shift']",
+        "async def f(solution_str, ground_truth, *, scale, shift): return scale * len(solution_str) + shift",
+        "def f(solution_strs, ground_truths, scale, shift): return [scale * len(s) + shift for s in solution_strs]",
+        "def f(queries, prompts, labels, scale, shift): return [scale * len(q) + shift for q in ('x', 'yyy')]",
+        "def f(prompts, completions, scale, shift): return [scale * n + shift for n in (1, 3)]",
+        "async def f(prompts, completions, **others):\n"
+        "    return [others['scale'] * n + others['shift'] for n in (1, 3)]",
+    ],
+)
+def test_arguments_go_to_the_function_and_before_columns(source, text):
+    made = source(text, scale=10, shift=1)
+    check_columns(made.function, [*VERL, "shift"], "f", "rewards.0")
+    assert scores(made, **VERL, shift=[7, 8]) == [11.0, 31.0]
+
+
+def test_an_argument_that_the_function_changes_is_the_same_in_the_next_call(source):
+    made = source("def f(solution_str, ground_truth, seen): seen.append(1); return len(seen)", seen=[])
+    assert scores(made, **VERL) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("scal", r"f\(prompts, completions, scale=1\) in .* takes no argument of this name; leave it out"),
+     ("completions", "the run itself gives .* this argument"), ("rendered_prompts", "the run itself gives ")],
+)  # fmt: skip
+def test_an_argument_that_the_function_cannot_get_is_told(source, name, why):
+    with pytest.raises(ConfigError, match=rf"^rewards\.0\.arguments\.{name}: {why}"):
+        source("def f(prompts, completions, scale=1): return 0", **{name: 2})

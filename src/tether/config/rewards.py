@@ -188,6 +188,8 @@ class FunctionReward(_Reward):
     """Name of the function; also its name in metrics and samples."""
     label: str | None = None
     """Dataset column that a function with OpenRLHF's signature gets as ``labels``. Default: empty labels."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the function, by name, the same in every call; they go before columns of these names."""
     missing: float | None = None
     """Score of an answer for which the function returns None, meaning that it has no opinion. Default: None is an
     error."""

@@ -96,7 +96,7 @@ def check_rewards(configs: Sequence[RewardConfig]) -> None:
             check_bitsandbytes(config.quantization, f"{key}.quantization", default_device())
         match config:
             case FunctionReward():
-                load_function(config.path, config.name, key, config.label)
+                _function(config, key)
             case AdapterReward():
                 check_model_path(config.path, f"{key}.path")
                 _check_reward_adapter(config.path, f"{key}.path")
@@ -119,6 +119,11 @@ def check_rewards(configs: Sequence[RewardConfig]) -> None:
                 service_key(config, key)
 
 
+def _function(config: FunctionReward, key: str) -> Callable[..., Any]:
+    """The function that a section names, with its arguments."""
+    return load_function(config.path, config.name, key, config.label, config.arguments)
+
+
 def check_reward_columns(configs: Sequence[RewardConfig], columns: Sequence[str]) -> None:
     """Checks that reward sources find the columns that they require.
 
@@ -131,7 +136,7 @@ def check_reward_columns(configs: Sequence[RewardConfig], columns: Sequence[str]
     for key, config in sources_of(configs):
         match config:
             case FunctionReward():
-                check_columns(load_function(config.path, config.name, key, config.label), columns, config.name, key)
+                check_columns(_function(config, key), columns, config.name, key)
             case ColumnReward():
                 check_ready_column(config, columns, key)
             case HttpReward():
@@ -303,7 +308,7 @@ class _Sources:
     def _of_this_process(self, config: RewardConfig, name: str, key: str) -> RewardSource | ToSpread:
         match config:
             case FunctionReward():
-                function = load_function(config.path, config.name, key, config.label)
+                function = _function(config, key)
                 return FunctionSource(function, name, missing=config.missing, section=key)
             case AdapterReward():
                 self.roles.add_reward_adapter(name, config.path)
@@ -348,7 +353,7 @@ def try_sources(
         key, source, what = f"{under}.{i}", None, "service"
         match config:
             case FunctionReward():
-                function = load_function(config.path, config.name, key, config.label)
+                function = _function(config, key)
                 source, what = FunctionSource(function, name), "function"
             case EnsembleReward():
                 members = [f"{name}/{own}" for own in reward_names(config.members)]

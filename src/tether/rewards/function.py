@@ -174,7 +174,9 @@ def _prompt(batch: RewardBatch, row: int) -> str:
     return repr(one_line(prompt_text(batch.prompts[row]), 80))
 
 
-def load_function(path: str, name: str, key: str, label: str | None = None) -> RewardFunction:
+def load_function(
+    path: str, name: str, key: str, label: str | None = None, arguments: Mapping[str, Any] | None = None
+) -> RewardFunction:
     """The function ``name`` of a ``.py`` file or of an importable module; one for OpenRLHF or verl as one of ours.
 
     A file is run under a module name made from its full path (``tether.rewards.files``), and only once unless it
@@ -184,11 +186,12 @@ def load_function(path: str, name: str, key: str, label: str | None = None) -> R
     Args:
         key: the configuration key with which messages begin.
         label: the column of a function with OpenRLHF's signature.
+        arguments: further arguments, the same in every call.
 
     Raises:
         ConfigError: no such file, module or function; the file fails to import, or imports a module that would be
             another reward file's; the function does not take ``prompts`` and ``completions`` by name, or
-            what OpenRLHF or verl calls it with.
+            what OpenRLHF or verl calls it with; or it does not take one of ``arguments``.
     """
     module = _file_module(path, key) if path.endswith(".py") else _import(path, key)
     function = getattr(module, name, None)
@@ -201,6 +204,8 @@ def load_function(path: str, name: str, key: str, label: str | None = None) -> R
         inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{key}.name: {name} in {path} has no readable signature: {error}") from error
+    if arguments:
+        function = _with_arguments(function, arguments, f"{name}{inspect.signature(function)} in {path}", key)
     refused = [ours for ours in _OURS if not _accepts(function, ours)]
     foreign = None if _names(function, _OURS[1]) else adapted(function, label)
     if label is not None and (foreign is None or label not in inspect.signature(foreign).parameters):
@@ -216,6 +221,26 @@ def load_function(path: str, name: str, key: str, label: str | None = None) -> R
             "wanted f(prompts, completions, **columns)"
         )
     return function
+
+
+def _with_arguments(function: RewardFunction, arguments: Mapping[str, Any], what: str, key: str) -> RewardFunction:
+    """The function with arguments that its signature then no longer has."""
+    for name in arguments:
+        if name in (*_OURS, _IDS, QUERIES):
+            raise ConfigError(f"{key}.arguments.{name}: the run itself gives {what} this argument; leave it out")
+        if not _accepts(function, name):
+            raise ConfigError(f"{key}.arguments.{name}: {what} takes no argument of this name; leave it out")
+
+    def called(*given: Any, **named: Any) -> Any:
+        return function(*given, **{**named, **deepcopy(dict(arguments))})
+
+    async def awaits(*given: Any, **named: Any) -> Any:
+        return await called(*given, **named)
+
+    bound = awaits if inspect.iscoroutinefunction(function) else called
+    own = inspect.signature(function)
+    bound.__signature__ = own.replace(parameters=[each for n, each in own.parameters.items() if n not in arguments])
+    return bound
 
 
 def missing_columns(function: RewardFunction, columns: Mapping[str, Any] | Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,18 @@ def flat(data: Any, prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         given |= flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
     return given
+
+
+def nested(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as a nested mapping."""
+    data: dict[str, Any] = {}
+    for key, value in given.items():
+        *above, last = key.split(".")
+        here = data
+        for name in above:
+            here = here.setdefault(name, {})
+        here[last] = value
+    return data
 
 
 def command(program: Sequence[str], words: Sequence[tuple[str, ...]]) -> str:

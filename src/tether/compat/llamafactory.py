@@ -16,14 +16,17 @@ from tether.compat.llamafactory_keys import (
     GROUPS,
     IGNORED,
     INVERTED,
+    KEYS,
     KNOWN,
     NAMES,
     OFF,
     OTHER_TEMPLATES,
+    PPO_KEYS,
+    SFT_KEYS,
     TAKEN,
     TEMPLATES,
 )
-from tether.compat.scalars import ADAMW, ADAMW_8BIT
+from tether.compat.table import ADAMW, ADAMW_8BIT, NAME, Key
 from tether.compat.translation import Translation, Translator
 from tether.config.launched import num_processes, uses_deepspeed, uses_fsdp
 from tether.errors import ConfigError
@@ -81,8 +84,10 @@ def translated(
         keys.off(why, **usual)
     _model(keys)
     _sharding(keys, stage, to_file=to_file)
-    if keys.gives("ddp_timeout"):
-        keys.put("train.ddp_timeout", keys.take("ddp_timeout"), "ddp_timeout")
+    keys.need("output_dir", "a folder")
+    keys.put_table(KEYS)
+    keys.warmup()
+    keys.put("train.max_grad_norm", keys.take("max_grad_norm", 1.0) or None, "max_grad_norm")
     {"ppo": _ppo, "sft": _sft, "rm": _reward}[stage](keys)
     _output(keys)
     return STAGES[stage], keys.finish(KNOWN)
@@ -124,13 +129,8 @@ def _model(keys: Translator) -> None:
     if keys.take("lora_dropout", 0.0) and keys.take("stage") == "ppo":
         keys.note("Dropout is off during PPO, so that the ratio starts at 1; in LLaMA-Factory it is on.")
     _method(keys, continues=bool(adapters))
-    if keys.take("model_revision", "main") != "main":
-        keys.put("model.revision", keys.take("model_revision"), "model_revision")
-    keys.covered("model_revision", by="its default, as here")
-    if keys.flag("trust_remote_code"):
-        keys.put("model.trust_remote_code", True, "trust_remote_code")
     _attention(keys)
-    keys.covered("trust_remote_code", "flash_attn", by="its default, as here")
+    keys.covered("flash_attn", by="its default, as here")
     _precision(keys)
 
 
@@ -238,16 +238,8 @@ def _precision(keys: Translator) -> None:
     """bf16, fp16, quantization and recomputation."""
     if keys.gives("fp16"):
         keys.put("train.fp16", keys.flag("fp16"), "fp16")
-    if keys.flag("pure_bf16"):
-        keys.put("model.dtype", "bfloat16", "pure_bf16")
-    keys.covered("pure_bf16", by="its default, as here")
     if keys.gives("bf16"):
         keys.put("train.bf16", keys.flag("bf16"), "bf16")
-    keys.put(
-        "train.gradient_checkpointing",
-        not keys.flag("disable_gradient_checkpointing"),
-        "disable_gradient_checkpointing",
-    )
     if (bits := keys.take("quantization_bit")) is not None and keys.take("stage") != "ppo":
         keys.refuse("quantization_bit", "a quantized base is supported in the stage ppo only: remove this key")
     elif bits in (4, 8):
@@ -285,14 +277,7 @@ def _launch_to_shard(key: str, given: Any, stage: str) -> str:
 
 
 def _output(keys: Translator) -> None:
-    """Output paths."""
-    if keys.take("output_dir") is None:
-        keys.refuse("output_dir", "missing; wanted a folder")
-    else:
-        keys.put("output_dir", keys.take("output_dir"), "output_dir")
-    if keys.flag("overwrite_output_dir"):
-        keys.put("overwrite_output_dir", True, "overwrite_output_dir")
-    keys.covered("overwrite_output_dir", by="its default, as here")
+    """Where the result goes, other than its folder."""
     if keys.flag("push_to_hub") and keys.take("stage") == "ppo":
         keys.put("train.push_to_hub", True, "push_to_hub")
         keys.put("train.hub_private_repo", keys.flag("hub_private_repo"), "hub_private_repo")
@@ -312,7 +297,7 @@ def _output(keys: Translator) -> None:
 
 
 def _chat(keys: Translator) -> None:
-    """The template, its system prompt and its arguments."""
+    """The template."""
     template = keys.take("template")
     if template in TEMPLATES:
         keys.put("data.chat_template", TEMPLATES[template], "template")
@@ -325,11 +310,6 @@ def _chat(keys: Translator) -> None:
             "template",
             f"LLaMA-Factory has no such template; {hint}Without this key, the tokenizer's own template is used",
         )
-    if keys.gives("default_system"):
-        keys.put("data.system_prompt", keys.take("default_system"), "default_system")
-    if not keys.flag("enable_thinking", True):
-        keys.put("data.chat_template_kwargs", {"enable_thinking": False}, "enable_thinking")
-    keys.covered("enable_thinking", by="its default, as here")
 
 
 def _own_template(keys: Translator) -> None:
@@ -357,10 +337,8 @@ def _datasets(keys: Translator, ours: str, held_out: str) -> None:
         held_out: our key of the held-out data, likewise.
     """
     folder = str(keys.take("dataset_dir", "data"))
-    if not keys.gives("dataset"):
-        keys.refuse("dataset", "missing; wanted names of datasets in dataset_info.json")
-    else:
-        keys.put(f"data.{ours}", _names(keys.take("dataset")), "dataset")
+    keys.need("dataset", "names of datasets in dataset_info.json")
+    keys.put(f"data.{ours}", _names(keys.take("dataset")), "dataset")
     if folder.startswith("REMOTE:"):
         keys.refuse("dataset_dir", "download the repository, and name its folder")
     else:
@@ -373,24 +351,12 @@ def _datasets(keys: Translator, ours: str, held_out: str) -> None:
     elif share:
         keys.put("data.eval_fraction", share, "val_size")
     keys.covered("val_size", by="its default, as here")
-    if keys.gives("max_samples"):
-        keys.put("data.max_samples", keys.take("max_samples"), "max_samples")
 
 
 def _names(value: Any) -> list[str]:
     """The items of a comma-separated list."""
     parts = value if isinstance(value, list) else str(value or "").split(",")
     return [str(part).strip() for part in parts if str(part).strip()]
-
-
-def _schedule(keys: Translator) -> None:
-    """Optimizer and learning rate."""
-    keys.put("train.learning_rate", keys.take("learning_rate", 5e-5), "learning_rate")
-    keys.put("train.lr_scheduler_type", keys.take("lr_scheduler_type", "linear"), "lr_scheduler_type")
-    keys.warmup()
-    keys.put("train.weight_decay", keys.take("weight_decay", 0.0), "weight_decay")
-    keys.put("train.max_grad_norm", keys.take("max_grad_norm", 1.0) or None, "max_grad_norm")
-    keys.put("train.seed", keys.take("seed", 42), "seed")
 
 
 def _optim(keys: Translator, names: Mapping[str, str]) -> None:
@@ -408,6 +374,7 @@ def _optim(keys: Translator, names: Mapping[str, str]) -> None:
 
 def _ppo(keys: Translator) -> None:
     """Where the file does not decide, their trainer behaves like that of TRL 0.9.6, on which it is built."""
+    keys.put_table(PPO_KEYS)
     _reference(keys)
     _reward_source(keys)
     keys.put("value.kind", "head", note="a head on the policy, as in LLaMA-Factory")
@@ -416,24 +383,9 @@ def _ppo(keys: Translator) -> None:
     keys.put("data.max_prompt_length", keys.take("cutoff_len", 2048), "cutoff_len", note="longer ones are dropped")
     _sampling(keys)
     keys.put("ppo.kl_coef", 0.2)
-    keys.put("ppo.kl_target", keys.take("ppo_target", 6.0), "ppo_target")
-    keys.put("ppo.num_ppo_epochs", keys.take("ppo_epochs", 4), "ppo_epochs")
     keys.put("ppo.max_ratio", 10.0, note="above it LLaMA-Factory skips the mini-batch; here the update ends")
-    if keys.flag("ppo_score_norm"):
-        keys.put("ppo.score_norm", "running", "ppo_score_norm")
-    if keys.flag("ppo_whiten_rewards"):
-        keys.put("ppo.whiten_rewards", True, "ppo_whiten_rewards")
-    keys.covered("ppo_score_norm", "ppo_whiten_rewards", by="its default, as here")
     _ppo_batches(keys)
-    _schedule(keys)
-    for name, default in (("adam_beta1", 0.9), ("adam_beta2", 0.999), ("adam_epsilon", 1e-8)):
-        keys.put(f"train.{name}", keys.take(name, default), name)
     _optim(keys, ADAMW | ADAMW_8BIT)
-    if keys.flag("torch_compile"):
-        keys.put("train.compile", True, "torch_compile")
-    keys.covered("torch_compile", by="its default, as here")
-    if keys.gives("lr_scheduler_kwargs"):
-        keys.put("train.lr_scheduler_kwargs", keys.take("lr_scheduler_kwargs"), "lr_scheduler_kwargs")
     _ppo_logging(keys)
     keys.ignore("for sft and rm only", "train_on_prompt", "mask_history", "packing", "neat_packing")
     keys.ignore("prompts are shuffled, and padding costs nothing here", "disable_shuffling", "group_by_length")
@@ -499,15 +451,7 @@ def _sampling(keys: Translator) -> None:
         keys.refuse("max_new_tokens", "wanted the maximum number of tokens in an answer")
     keys.ignore("max_new_tokens takes precedence", "max_length")
     keys.put("sampling.response_length", longest, "max_new_tokens")
-    keys.put("sampling.temperature", keys.take("temperature", 0.95), "temperature")
-    top_p, top_k = keys.number("top_p", 0.7), keys.number("top_k", 50)
-    if top_p < 1:
-        keys.put("sampling.top_p", top_p, "top_p")
-    if top_k > 0:
-        keys.put("sampling.top_k", top_k, "top_k")
-    keys.covered("top_p", "top_k", by="every token can be drawn, as by default here")
-    if top_p < 1 or top_k > 0:
-        keys.put("sampling.allow_truncated_sampling", True, note="write top_p: 1.0 and top_k: 0 for an unbiased KL")
+    keys.allow_truncation(note="write top_p: 1.0 and top_k: 0 for an unbiased KL")
     why = "answers must be drawn from the policy's own distribution: remove this key"
     keys.off(why, do_sample=True, num_beams=1, repetition_penalty=1)
 
@@ -531,7 +475,6 @@ def _ppo_logging(keys: Translator) -> None:
     keys.put("train.logging_steps", keys.steps("logging_steps", 500, updates), "logging_steps")
     _saves(keys)
     _trackers(keys)
-    _resume(keys)
     _evaluations(keys, by="before the first update and after the last")
     keys.ignore("answers are decoded in batches of sampling.batch_size", "per_device_eval_batch_size")
     why = "the last policy is kept, as LLaMA-Factory does not evaluate in this stage: remove this key"
@@ -547,13 +490,6 @@ def _run_length(keys: Translator) -> None:
     else:
         keys.put("train.num_train_epochs", keys.take("num_train_epochs", 3.0), "num_train_epochs")
         keys.covered("max_steps", by="its default, as here")
-
-
-def _resume(keys: Translator) -> None:
-    """The checkpoint that a run resumes from."""
-    if keys.take("resume_from_checkpoint"):
-        keys.put("resume", keys.take("resume_from_checkpoint"), "resume_from_checkpoint")
-    keys.covered("resume_from_checkpoint", by="its default, as here")
 
 
 _FOR_BEST = "for load_best_model_at_end and early_stopping_steps only"
@@ -588,7 +524,7 @@ def _trackers(keys: Translator) -> None:
         trackers = [name for name in trackers if name != "none"]
     keys.put("train.report_to", trackers, "report_to", "use_swanlab")
     if (name := next((key for key in ("run_name", "swanlab_run_name") if keys.gives(key)), None)) is not None:
-        keys.put_name("train.run_name", name)
+        keys.put_table([Key("train.run_name", name, form=NAME)])
     keys.ignore("run_name takes precedence", "swanlab_run_name")
 
 
@@ -620,7 +556,6 @@ def _saves(keys: Translator) -> None:
         keys.covered("save_strategy", "save_steps", by="only the final model is saved")
     else:
         keys.refuse("save_strategy", "wanted steps, with save_steps, or no")
-    keys.put("train.save_total_limit", keys.take("save_total_limit"), "save_total_limit")
 
 
 # The stages rm and sft
@@ -640,9 +575,7 @@ def _sft(keys: Translator) -> None:
     """A policy trained on demonstrations."""
     _datasets(keys, "demonstrations", "eval_demonstrations")
     keys.off("only answers are trained on here: remove this key", train_on_prompt=False)
-    if keys.flag("mask_history"):
-        keys.put("data.turns", "last", "mask_history")
-    keys.covered("mask_history", by="its default, as here")
+    keys.put_table(SFT_KEYS)
     _evaluations(keys, by="after the last step")
     _stage(keys, accuracy="eval_mean_token_accuracy")
 
@@ -660,7 +593,6 @@ def _stage(keys: Translator, *, accuracy: str) -> None:
     keys.put("train.batch_size", rows * forwards * num_processes(), *theirs)
     keys.put("train.micro_batch_size", rows, "per_device_train_batch_size")
     _run_length(keys)
-    _schedule(keys)
     why = "this stage uses AdamW with its usual settings: remove this key"
     keys.off(why, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, lr_scheduler_kwargs={})
     _optim(keys, ADAMW)
@@ -673,7 +605,6 @@ def _stage(keys: Translator, *, accuracy: str) -> None:
     keys.ignore("every step is logged", "logging_steps")
     keys.ignore("it saves time or memory only", "per_device_eval_batch_size")
     _saves(keys)
-    _resume(keys)
     keys.ignore(
         "for the stage ppo only",
         *("ref_model", "ref_model_adapters", "ref_model_quantization_bit", "reward_model", "reward_model_type"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tether.compat.table import FLAG, NULLABLE, TOP_K, TOP_P, Key, constant
+
 TEMPLATES = {
     name: name for name in ("chatml", "gemma", "llama3", "mistral", "qwen")
 } | {"gemma2": "gemma", "phi": "phi3"} | {
@@ -135,23 +137,53 @@ OFF: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """What to do instead of using keys that would change the result, with the values that have no effect."""
 
-TAKEN = (
-    "stage model_name_or_path adapter_name_or_path create_new_adapter model_revision trust_remote_code flash_attn "
-    "disable_gradient_checkpointing bf16 fp16 pure_bf16 finetuning_type lora_rank lora_alpha lora_dropout lora_target "
-    "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules quantization_bit quantization_method "
-    "quantization_type ref_model ref_model_adapters ref_model_quantization_bit reward_model reward_model_type "
-    "reward_model_adapters reward_model_quantization_bit dataset eval_dataset dataset_dir template default_system "
-    "enable_thinking cutoff_len max_samples val_size train_on_prompt mask_history packing neat_packing "
-    "disable_shuffling group_by_length do_eval eval_strategy eval_steps per_device_eval_batch_size output_dir "
-    "overwrite_output_dir logging_steps save_strategy save_steps save_total_limit plot_loss report_to run_name "
-    "use_swanlab swanlab_run_name resume_from_checkpoint load_best_model_at_end metric_for_best_model "
-    "greater_is_better early_stopping_steps push_to_hub hub_model_id hub_private_repo per_device_train_batch_size "
-    "gradient_accumulation_steps learning_rate "
-    "num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps weight_decay "
-    "adam_beta1 adam_beta2 adam_epsilon optim max_grad_norm seed torch_compile ddp_timeout deepspeed fsdp "
-    "ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards do_sample temperature top_p top_k "
-    "num_beams max_length max_new_tokens "
-    "repetition_penalty"
+KEYS = (
+    Key("model.revision", "model_revision"),
+    Key("model.trust_remote_code", "trust_remote_code", form=FLAG),
+    Key("model.dtype", "pure_bf16", form=constant("bfloat16")),
+    Key("train.ddp_timeout", "ddp_timeout"),
+    Key("train.learning_rate", "learning_rate", 5e-5),
+    Key("train.lr_scheduler_type", "lr_scheduler_type", "linear"),
+    Key("train.weight_decay", "weight_decay", 0.0),
+    Key("train.seed", "seed", 42),
+    Key("train.gradient_checkpointing", "disable_gradient_checkpointing", form=constant(True, when=False)),
+    Key("train.save_total_limit", "save_total_limit", form=NULLABLE),
+    Key("data.system_prompt", "default_system"),
+    Key("data.chat_template_kwargs", "enable_thinking", True, constant({"enable_thinking": False}, when=False)),
+    Key("data.max_samples", "max_samples"),
+    Key("output_dir", "output_dir"),
+    Key("resume", "resume_from_checkpoint"),
+    Key("overwrite_output_dir", "overwrite_output_dir", form=FLAG),
+)
+"""Keys of all stages that stand for one of ours."""
+PPO_KEYS = (
+    Key("ppo.kl_target", "ppo_target", 6.0),
+    Key("ppo.num_ppo_epochs", "ppo_epochs", 4),
+    Key("ppo.score_norm", "ppo_score_norm", form=constant("running")),
+    Key("ppo.whiten_rewards", "ppo_whiten_rewards", form=FLAG),
+    Key("sampling.temperature", "temperature", 0.95),
+    Key("sampling.top_p", "top_p", 0.7, TOP_P),
+    Key("sampling.top_k", "top_k", 50, TOP_K),
+    Key("train.adam_beta1", "adam_beta1", 0.9),
+    Key("train.adam_beta2", "adam_beta2", 0.999),
+    Key("train.adam_epsilon", "adam_epsilon", 1e-8),
+    Key("train.lr_scheduler_kwargs", "lr_scheduler_kwargs"),
+    Key("train.compile", "torch_compile", form=FLAG),
+)
+"""Further ones of the stage ppo."""
+SFT_KEYS = (Key("data.turns", "mask_history", form=constant("last")),)
+"""Those of the stage sft."""
+TAKEN = " ".join(key.theirs for key in KEYS + PPO_KEYS + SFT_KEYS) + (
+    " stage model_name_or_path adapter_name_or_path create_new_adapter flash_attn bf16 fp16 finetuning_type lora_rank "
+    "lora_alpha lora_dropout lora_target freeze_trainable_layers freeze_trainable_modules freeze_extra_modules "
+    "quantization_bit quantization_method quantization_type ref_model ref_model_adapters ref_model_quantization_bit "
+    "reward_model reward_model_type reward_model_adapters reward_model_quantization_bit dataset eval_dataset "
+    "dataset_dir template cutoff_len val_size train_on_prompt packing neat_packing disable_shuffling group_by_length "
+    "do_eval eval_strategy eval_steps per_device_eval_batch_size logging_steps save_strategy save_steps plot_loss "
+    "report_to run_name use_swanlab swanlab_run_name load_best_model_at_end metric_for_best_model greater_is_better "
+    "early_stopping_steps push_to_hub hub_model_id hub_private_repo per_device_train_batch_size "
+    "gradient_accumulation_steps num_train_epochs max_steps warmup_ratio warmup_steps optim max_grad_norm deepspeed "
+    "fsdp ppo_buffer_size do_sample num_beams max_length max_new_tokens repetition_penalty"
 )
 """Keys that are translated to ours."""
 NAMES = ("adapter_name_or_path", "reward_model_adapters", "lora_target", "dataset", "eval_dataset", "report_to")

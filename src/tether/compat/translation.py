@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from tether.compat.launch import Unset
-from tether.compat.scalars import Scalar
+from tether.compat.table import NULL, Key, Rule
 from tether.config import keys, text
 from tether.config.base import Section
 from tether.config.load import checked_config, dump_settings
@@ -127,6 +127,8 @@ class Translator:
         self.given = dict(given)
         self.config: dict[str, Any] = {}
         self.plots = False
+        self.defaults: Mapping[str, Any] = {}
+        """Their defaults that take precedence over those that a method is given."""
         self._origins = origins
         self._seen: set[str] = set()
         self._told: set[str] = set()
@@ -155,7 +157,7 @@ class Translator:
             why = "only a shell can run that command" if is_run else "the script does not set that variable"
             self.refuse(key, f"{why}: write its value, or set it in a line above")
             return default
-        return default if value is None else value
+        return self.defaults.get(key, default) if value is None else value
 
     def number(self, key: str, default: float) -> Any:
         """Like ``take``, for a key that holds a number; any other value is refused."""
@@ -218,24 +220,43 @@ class Translator:
         self.refuse(key, f"wanted one of {', '.join(table)}")
         return table[default]
 
-    def estimator(self, key: str, table: Mapping[str, str], baseline: str) -> str:
-        """Sets and returns ppo.advantage_estimator.
+    def estimator(self, key: str, table: Mapping[str, str], baseline: str) -> None:
+        """Sets ppo.advantage_estimator.
 
         Args:
             baseline: their name of the estimator that takes the prompt's mean return as baseline, then whitens: rloo
                 differs from it by a constant factor, which whitening removes.
         """
-        ours = self.one_of(key, "gae", {**table, baseline: "rloo"})
-        self.put("ppo.advantage_estimator", ours, key)
+        self.put("ppo.advantage_estimator", self.one_of(key, "gae", {**table, baseline: "rloo"}), key)
         if self.take(key) == baseline:
             self.put("ppo.whiten_advantages", True, key)
-        return ours
 
-    def prompt_column(self, key: str, default: str) -> None:
-        """Sets data.columns.prompt from their key that names the prompt's column."""
-        if (column := self.take(key, default)) not in ("prompt", "messages"):
-            self.put("data.columns.prompt", column, key)
-        self.covered(key, by="the column prompt or messages")
+    def put_betas(self, key: str, default: tuple[float, float]) -> None:
+        """Sets both decays of Adam from their key."""
+        for name, beta in zip(("adam_beta1", "adam_beta2"), self.pair(key, default), strict=True):
+            self.put(f"train.{name}", beta, key)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the estimator that was set has one."""
+        return self.config["ppo"]["advantage_estimator"] == "gae"
+
+    def put_init(self, key: str, policy: str, reward: str) -> None:
+        """Sets value.init from their key that names the critic's model.
+
+        Args:
+            policy: their key of the policy.
+            reward: that of the reward model.
+        """
+        init = self.take(key)
+        if init is not None and init != self.take(reward):
+            self.put("value.init", "policy" if init == self.take(policy) else init, key)
+        self.covered(key, by="the reward model, as by default here")
+
+    def allow_truncation(self, note: str = "") -> None:
+        """Allows to restrict the tokens that can be drawn, if what was set does."""
+        if {"top_p", "top_k"} & self.config["sampling"].keys():
+            self.put("sampling.allow_truncated_sampling", True, note=note)
 
     def warmup(self) -> None:
         """Sets train.warmup_steps or train.warmup_ratio from their ``warmup_steps``, of which a number below 1 is a
@@ -248,6 +269,11 @@ class Translator:
         if steps:
             self.ignore("warmup_steps takes precedence", "warmup_ratio")
         self.covered("warmup_steps", "warmup_ratio", by="no warm-up, as by default here")
+
+    def below(self, section: str) -> dict[str, Any]:
+        """The keys that the file sets below ``section``, which ends with a dot, without it."""
+        given = [key for key in self.given if key.startswith(section) and key not in self._told]
+        return {key.removeprefix(section): self.take(key) for key in given}
 
     def single(self, *theirs: str, names: bool = False) -> None:
         """Refuses lists and groups of keys where a single value is expected, and continues without them.
@@ -332,21 +358,28 @@ class Translator:
         """Drops every key that has not been handled yet."""
         self.drop(why, *(key for key in self.given if key not in self._seen))
 
-    def put_scalars(self, table: Iterable[Scalar]) -> None:
-        """Sets the keys that only differ in name, except for null values."""
-        for scalar in table:
-            if scalar.ours == "train.run_name":
-                self.put_name(scalar.ours, scalar.theirs)
-            elif (value := self.take(scalar.theirs, scalar.default)) is not None:
-                self.put(scalar.ours, value, scalar.theirs)
+    def need(self, key: str, what: str) -> None:
+        """Refuses a file without the key, which says ``what``."""
+        if not self.gives(key):
+            self.refuse(key, f"missing; wanted {what}")
 
-    def put_name(self, path: str, key: str) -> None:
-        """Sets our key from one that only names the run; a name that only a shell knows, as it holds the date for
-        example, is dropped."""
-        if isinstance(self.given.get(key), Unset):
-            self.drop("only a shell knows it", key)
-        elif self.gives(key):
-            self.put(path, self.take(key), key)
+    def put_table(self, table: Iterable[Key | Rule], critic: tuple[str, ...] = ()) -> None:
+        """Sets all keys of ours that a table has, as the file says them.
+
+        Args:
+            critic: beginnings of the keys of the critic, which have no effect if there is none.
+        """
+        for entry in table:
+            if isinstance(entry, Rule):
+                entry.read(self)
+            elif entry.theirs.startswith(critic) and not self.has_critic:
+                self.ignore("there is no critic", entry.theirs)
+            elif (value := entry.form.read(self, entry)) is not None and (not entry.needs or self.gives(entry.needs)):
+                self.put(entry.ours, None if value is NULL else value, entry.theirs)
+            else:
+                self.covered(entry.theirs, by=entry.form.kept)
+        if critic and not self.has_critic:
+            self.ignore("there is no critic", *(key for key in self.given if key.startswith(critic)))
 
     def off(self, why: str, **usual: Any) -> None:
         """Refuses keys that are set to anything but a value without effect.

@@ -8,51 +8,52 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tether.compat.scalars import ADAMW, ADAMW_8BIT, Scalar
+from tether.compat.table import ADAMW, ADAMW_8BIT, COLUMN, NAME, Key
 from tether.compat.translation import OF_ONE_PROCESS, Translation, Translator
 
 SYSTEM = "TRL"
 PLAIN, WITH_TEST_SPLIT = "ppo.py", "ppo_tldr.py"
 """TRL's scripts: the first holds out the last rows to show answers to them, the second reads the test split."""
-SCALARS = (
-    Scalar("model.revision", "model_revision"),
-    Scalar("model.dtype", "dtype"),
-    Scalar("model.attn_implementation", "attn_implementation"),
-    Scalar("model.trust_remote_code", "trust_remote_code"),
-    Scalar("data.prompts", "dataset_name"),
-    Scalar("data.split", "dataset_train_split", "train"),
-    Scalar("ppo.kl_coef", "kl_coef", 0.05),
-    Scalar("ppo.kl_estimator", "kl_estimator", "k1"),
-    Scalar("ppo.cliprange", "cliprange", 0.2),
-    Scalar("ppo.cliprange_value", "cliprange_value", 0.2),
-    Scalar("ppo.vf_coef", "vf_coef", 0.1),
-    Scalar("ppo.gamma", "gamma", 1.0),
-    Scalar("ppo.lam", "lam", 0.95),
-    Scalar("ppo.num_ppo_epochs", "num_ppo_epochs", 4),
-    Scalar("ppo.num_mini_batches", "num_mini_batches", 1),
-    Scalar("ppo.whiten_rewards", "whiten_rewards", False),
-    Scalar("ppo.missing_eos_penalty", "missing_eos_penalty"),
-    Scalar("sampling.response_length", "response_length", 53),
-    Scalar("sampling.temperature", "temperature", 0.7),
-    Scalar("train.learning_rate", "learning_rate", 3e-6),
-    Scalar("train.lr_scheduler_type", "lr_scheduler_type", "linear"),
-    Scalar("train.weight_decay", "weight_decay", 0.0),
-    Scalar("train.adam_beta1", "adam_beta1"),
-    Scalar("train.adam_beta2", "adam_beta2"),
-    Scalar("train.adam_epsilon", "adam_epsilon", 1e-8),
-    Scalar("train.max_grad_norm", "max_grad_norm", 1.0),
-    Scalar("train.bf16", "bf16"),
-    Scalar("train.fp16", "fp16"),
-    Scalar("train.gradient_checkpointing", "gradient_checkpointing", True),
-    Scalar("train.seed", "seed", 42),
-    Scalar("train.logging_steps", "logging_steps"),
-    Scalar("train.save_total_limit", "save_total_limit"),
-    Scalar("train.report_to", "report_to"),
-    Scalar("train.run_name", "run_name"),
-    Scalar("train.push_to_hub", "push_to_hub"),
-    Scalar("train.hub_model_id", "hub_model_id"),
-    Scalar("train.hub_private_repo", "hub_private_repo"),
-    Scalar("output_dir", "output_dir"),
+KEYS = (
+    Key("model.revision", "model_revision"),
+    Key("model.dtype", "dtype"),
+    Key("model.attn_implementation", "attn_implementation"),
+    Key("model.trust_remote_code", "trust_remote_code"),
+    Key("data.prompts", "dataset_name"),
+    Key("data.columns.prompt", "dataset_text_field", "prompt", COLUMN),
+    Key("data.split", "dataset_train_split", "train"),
+    Key("ppo.kl_coef", "kl_coef", 0.05),
+    Key("ppo.kl_estimator", "kl_estimator", "k1"),
+    Key("ppo.cliprange", "cliprange", 0.2),
+    Key("ppo.cliprange_value", "cliprange_value", 0.2),
+    Key("ppo.vf_coef", "vf_coef", 0.1),
+    Key("ppo.gamma", "gamma", 1.0),
+    Key("ppo.lam", "lam", 0.95),
+    Key("ppo.num_ppo_epochs", "num_ppo_epochs", 4),
+    Key("ppo.num_mini_batches", "num_mini_batches", 1),
+    Key("ppo.whiten_rewards", "whiten_rewards", False),
+    Key("ppo.missing_eos_penalty", "missing_eos_penalty"),
+    Key("sampling.response_length", "response_length", 53),
+    Key("sampling.temperature", "temperature", 0.7),
+    Key("train.learning_rate", "learning_rate", 3e-6),
+    Key("train.lr_scheduler_type", "lr_scheduler_type", "linear"),
+    Key("train.weight_decay", "weight_decay", 0.0),
+    Key("train.adam_beta1", "adam_beta1"),
+    Key("train.adam_beta2", "adam_beta2"),
+    Key("train.adam_epsilon", "adam_epsilon", 1e-8),
+    Key("train.max_grad_norm", "max_grad_norm", 1.0),
+    Key("train.bf16", "bf16"),
+    Key("train.fp16", "fp16"),
+    Key("train.gradient_checkpointing", "gradient_checkpointing", True),
+    Key("train.seed", "seed", 42),
+    Key("train.logging_steps", "logging_steps"),
+    Key("train.save_total_limit", "save_total_limit"),
+    Key("train.report_to", "report_to"),
+    Key("train.run_name", "run_name", form=NAME),
+    Key("train.push_to_hub", "push_to_hub"),
+    Key("train.hub_model_id", "hub_model_id"),
+    Key("train.hub_private_repo", "hub_private_repo"),
+    Key("output_dir", "output_dir"),
 )
 
 
@@ -72,9 +73,8 @@ def translated(source: str, options: Mapping[str, Any], script: str, processes: 
         ConfigError: it has no dataset.
     """
     keys = Translator(source, SYSTEM, options, {})
-    keys.put_scalars(SCALARS)
-    if not keys.gives("dataset_name"):
-        keys.refuse("dataset_name", "missing; wanted the prompts")
+    keys.put_table(KEYS)
+    keys.need("dataset_name", "the prompts")
     if not keys.gives("output_dir"):
         keys.put("output_dir", OUTPUT, "output_dir")
     policy = next((key for key in ("sft_model_path", "model_name_or_path") if keys.gives(key)), "sft_model_path")
@@ -151,7 +151,6 @@ def _prompts(keys: Translator, script: str, processes: int) -> None:
     if script == WITH_TEST_SPLIT:
         keys.note(f"In older releases {script} puts the first of messages through the chat template: then remove "
                   "data.chat_template, and let the column prompt hold only that message.")  # fmt: skip
-    keys.prompt_column("dataset_text_field", "prompt")
     reads_test = script == WITH_TEST_SPLIT or (script != PLAIN and keys.gives("dataset_test_split"))
     strategy = keys.take("eval_strategy", "no")
     if not reads_test or strategy == "no":

@@ -7,8 +7,25 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tether.compat.launch import Unset, command
-from tether.compat.scalars import GPUS, NO_LIMIT, Scalar, has_baseline, left_out, reward_settings, scalars_of
+from tether.compat.launch import Unset, nested
+from tether.compat.table import (
+    COLUMN,
+    COUNT,
+    GPUS,
+    NAME,
+    NO_LIMIT,
+    TOP_K,
+    TOP_P,
+    WHOLE,
+    Key,
+    Rule,
+    arguments,
+    below,
+    estimator,
+    reward_settings,
+    script,
+    words,
+)
 from tether.compat.translation import Translation, Translator
 from tether.config.rewards import FunctionReward, ModelReward
 from tether.config.schema import RunConfig
@@ -25,32 +42,12 @@ OF_FILE = (
 """A sentence for launches that take their configuration from a file of their own."""
 FORMER = ("use_rmpad", "grad_offload", "ppo_micro_batch_size", "log_prob_micro_batch_size")
 """Last parts of keys of releases before 0.3."""
-FORMER_DEFAULTS = {f"{ACTOR}.clip_ratio_c": None, f"{ACTOR}.entropy_coeff": 0.001}
+FORMER_DEFAULTS = {
+    f"{ACTOR}.clip_ratio_c": None, f"{ACTOR}.entropy_coeff": 0.001, "algorithm.use_kl_in_reward": True,
+}  # fmt: skip
 """Defaults of these releases that differ."""
 
-SCALARS = (
-    Scalar("model.path", f"{MODEL}.path"),
-    Scalar("model.trust_remote_code", f"{MODEL}.trust_remote_code", False),
-    Scalar("train.gradient_checkpointing", f"{MODEL}.enable_gradient_checkpointing", True),
-    Scalar("train.learning_rate", f"{ACTOR}.optim.lr", 1e-6),
-    Scalar("train.weight_decay", f"{ACTOR}.optim.weight_decay", 0.01),
-    Scalar("train.max_grad_norm", f"{ACTOR}.grad_clip", 1.0),
-    Scalar("value.learning_rate", "critic.optim.lr", 1e-5),
-    Scalar("value.warmup_steps", "trainer.critic_warmup", 0),
-    Scalar("ppo.gamma", "algorithm.gamma", 1.0),
-    Scalar("ppo.lam", "algorithm.lam", 1.0),
-    Scalar("ppo.dual_clip", f"{ACTOR}.clip_ratio_c", 3.0),
-    Scalar("ppo.cliprange_value", "critic.cliprange_value", 0.5),
-    Scalar("ppo.entropy_coef", f"{ACTOR}.entropy_coeff", 0.0),
-    Scalar("ppo.num_ppo_epochs", f"{ACTOR}.ppo_epochs", 1),
-    Scalar("sampling.num_generations", f"{ROLLOUT}.n", 1),
-    Scalar("sampling.temperature", f"{ROLLOUT}.temperature", 1.0),
-    Scalar("sampling.response_length", "data.max_response_length", 512),
-    Scalar("data.max_prompt_length", "data.max_prompt_length", 512),
-    Scalar("train.seed", "data.seed"),
-    Scalar("train.run_name", "trainer.experiment_name"),
-    Scalar("train.save_total_limit", "trainer.max_actor_ckpt_to_keep"),
-)
+CRITIC = ("critic.", "trainer.critic_warmup")
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp"}
 BASELINE = "reinforce_plus_plus_baseline"
 ADAM_EPSILON = 1e-8
@@ -60,21 +57,54 @@ REDUCTIONS = {
 }  # fmt: skip
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 SCHEDULES = {"constant": "constant_with_warmup", "cosine": "cosine"}
+KEYS = (
+    Key("model.path", f"{MODEL}.path"),
+    Key("model.trust_remote_code", f"{MODEL}.trust_remote_code", False),
+    Key("train.gradient_checkpointing", f"{MODEL}.enable_gradient_checkpointing", True),
+    Key("train.learning_rate", f"{ACTOR}.optim.lr", 1e-6),
+    Key("train.weight_decay", f"{ACTOR}.optim.weight_decay", 0.01),
+    Key("train.max_grad_norm", f"{ACTOR}.grad_clip", 1.0),
+    Key("value.learning_rate", "critic.optim.lr", 1e-5),
+    Key("value.warmup_steps", "trainer.critic_warmup", 0),
+    Key("ppo.gamma", "algorithm.gamma", 1.0),
+    Key("ppo.lam", "algorithm.lam", 1.0),
+    Key("ppo.dual_clip", f"{ACTOR}.clip_ratio_c", 3.0, below(NO_LIMIT)),
+    Key("ppo.cliprange_value", "critic.cliprange_value", 0.5),
+    Key("ppo.entropy_coef", f"{ACTOR}.entropy_coeff", 0.0),
+    Key("ppo.num_ppo_epochs", f"{ACTOR}.ppo_epochs", 1),
+    Key("sampling.num_generations", f"{ROLLOUT}.n", 1),
+    Key("sampling.temperature", f"{ROLLOUT}.temperature", 1.0),
+    Key("sampling.top_p", f"{ROLLOUT}.top_p", 1.0, TOP_P),
+    Key("sampling.top_k", f"{ROLLOUT}.top_k", -1, TOP_K),
+    Key("sampling.response_length", "data.max_response_length", 512),
+    Key("data.max_prompt_length", "data.max_prompt_length", 512),
+    Key("data.prompts", "data.train_files"),
+    Key("data.eval_prompts", "data.val_files"),
+    Key("data.columns.prompt", "data.prompt_key", "prompt", COLUMN),
+    Key("data.max_samples", "data.train_max_samples", form=COUNT),
+    Key("train.seed", "data.seed"),
+    Key("train.run_name", "trainer.experiment_name", form=NAME),
+    Key("train.eval_steps", "trainer.test_freq", form=COUNT, needs="data.val_files"),
+    Key("train.save_steps", "trainer.save_freq", form=COUNT),
+    Key("train.save_total_limit", "trainer.max_actor_ckpt_to_keep"),
+)
+"""Keys that stand for one of ours."""
+LORA = (
+    Key("model.lora.r", f"{MODEL}.lora_rank"),
+    Key("model.lora.alpha", f"{MODEL}.lora_alpha", 16, WHOLE),
+    Key("model.lora.target_modules", f"{MODEL}.target_modules", "all-linear"),
+)
+"""Those of LoRA."""
 OLD = {
-    "custom_reward_function.path": "reward.custom_reward_function.path",
-    "custom_reward_function.name": "reward.custom_reward_function.name",
+    **{f"{old}.overlong_buffer.": f"{OVERLONG}." for old in ("reward_model", "custom_reward_function")},
+    "custom_reward_function.": "reward.custom_reward_function.",
     "reward_model.enable": "reward.reward_model.enable",
     "reward_model.model.path": "reward.reward_model.model_path",
-    f"{ACTOR}.optim.warmup_style": f"{ACTOR}.optim.lr_scheduler_type",
     "reward_model.reward_manager": "reward.reward_manager.name",
-    "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
-} | {
-    f"{old}.{name}": f"{OVERLONG}.{name}"
-    for old in ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer",
-                "custom_reward_function.overlong_buffer")
-    for name in ("enable", "len", "penalty_factor", "log")
+    "reward_model.reward_kwargs.": "reward.reward_kwargs.",
+    f"{ACTOR}.optim.warmup_style": f"{ACTOR}.optim.lr_scheduler_type",
 }
-"""Spellings of earlier releases."""
+"""Spellings of earlier releases; those with a dot at their end are beginnings."""
 CLUSTER = tuple(
     f"{section}{name}" for section, names in {
         f"{ROLLOUT}.": (
@@ -111,8 +141,15 @@ CLUSTER = tuple(
     for name in names.split()
 )  # fmt: skip
 """Prefixes of keys that do not affect the result."""
+COVERED = {
+    "columns reach reward functions under their own names": ("data.reward_fn_key",),
+    "prompts that are too long are dropped": ("data.truncation", "data.filter_overlong_prompts"),
+    "held-out prompts are answered before the first update": ("trainer.val_before_train",),
+}
+"""Keys that say how it always is here, by how that is."""
 IGNORED = {
     "answers to held-out prompts are decoded in batches of sampling.batch_size": ("data.val_batch_size",),
+    "prompts are shuffled": ("data.shuffle", f"{ACTOR}.shuffle", "critic.shuffle"),
     "judges are shown conversations in any case": (
         "data.return_raw_chat", "data.return_full_prompt", "data.return_raw_input_ids",
     ),
@@ -134,54 +171,10 @@ USUAL = {
 """Keys that affect the result, with the value that does not, and how it is here."""
 
 
-def translated(source: str, settings: Mapping[str, Any], *, file: str | None = None) -> Translation:
-    """A PPO run of verl, translated to our keys.
-
-    Args:
-        source: the file, for messages.
-        settings: their values by dotted key; a value that Hydra takes from another key by ``${…}`` counts as not set.
-        file: configuration file of their own that a launch names; it is not read.
-
-    Raises:
-        ConfigError: it has no policy, no reward or no prompts.
-    """
-    given = {
-        OLD.get(key, key): value
-        for key, value in settings.items()
-        if not key.endswith("_target_")
-        and (isinstance(value, Unset) or not (isinstance(value, str) and value.startswith(("${", "???"))))
-    }
-    keys = Translator(source, SYSTEM, given, {}, {OLD.get(key, key): key for key in settings})
-    elsewhere = "" if file is None else f", in the script: the file {file} is not read"
-    if not keys.gives(f"{MODEL}.path"):
-        keys.refuse(f"{MODEL}.path", f"missing; wanted the policy{elsewhere}")
-    former = next((key for key in given if key.rpartition(".")[2] in FORMER), None)
-    if former is None:
-        keys.put_scalars(SCALARS)
-    else:
-        keys.put_scalars(each._replace(default=FORMER_DEFAULTS.get(each.theirs, each.default)) for each in SCALARS)
-        keys.note(f"The defaults are those of verl before 0.3, which had the key {former}: no dual clip, an entropy "
-                  "bonus of 0.001, and the KL in the reward.")  # fmt: skip
-    if keys.number(f"{ACTOR}.clip_ratio_c", 0.0) >= NO_LIMIT:
-        keys.config["ppo"]["dual_clip"] = None
-    _rewards(keys)
-    _precision(keys)
-    _critic(keys)
-    _data(keys)
-    _batches(keys)
-    _kl(keys, is_former=former is not None)
-    _algorithm(keys)
-    _engine(keys)
-    _output(keys)
-    for key, (usual, why) in USUAL.items():
-        keys.drop_unless(usual, why, key)
-    for why, names in IGNORED.items():
-        keys.ignore(why, *names)
-    keys.ignore("it affects only placement and speed on a cluster", *(key for key in given if key.startswith(CLUSTER)))
-    keys.drop_rest("it has no counterpart here")
-    if file is not None:
-        keys.note(OF_FILE.format(file=file))
-    return keys.finish(())
+def _current(key: str) -> str:
+    """A key as release 0.9 spells it."""
+    old = next((old for old in OLD if key == old or (old.endswith(".") and key.startswith(old))), None)
+    return key if old is None else OLD[old] + key.removeprefix(old)
 
 
 def _rewards(keys: Translator) -> None:
@@ -220,53 +213,43 @@ def _overlong(keys: Translator) -> None:
     keys.drop("not supported here: its rules belong in a reward function", "reward.reward_manager.name")
 
 
-def _precision(keys: Translator) -> None:
-    name = f"{ACTOR}.fsdp_config.dtype"
-    if keys.gives(name):
-        dtype = str(keys.take(name))
-        is_half = dtype in ("float16", "fp16", "half", "16")
-        keys.put(*("train.fp16", True) if is_half else ("train.bf16", dtype in ("bfloat16", "bf16")), name)
+def _their_rewards(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    reward = config.rewards[0]
+    if isinstance(reward, FunctionReward):
+        yield "reward.custom_reward_function.path", reward.path
+        yield "reward.custom_reward_function.name", reward.name
+    elif isinstance(reward, ModelReward):
+        yield "reward.reward_model.enable", True
+        yield "reward.reward_model.model_path", reward.path
 
 
 def _critic(keys: Translator) -> None:
     """A separate model, from the path that they give."""
-    ours = keys.estimator("algorithm.adv_estimator", ESTIMATORS, BASELINE)
-    if ours != "gae":
-        keys.config.pop("value", None)
-        keys.ignore("there is no critic", *(key for key in keys.given if key.startswith("critic.")))
-        return
-    keys.put("value.kind", "model")
-    init = keys.take("critic.model.path")
-    if init is not None and init != keys.take("reward.reward_model.model_path"):
-        policy = init == keys.take(f"{MODEL}.path")
-        keys.put("value.init", "policy" if policy else init, "critic.model.path")
-    keys.covered("critic.model.path", by="the reward model, as by default here")
+    if keys.has_critic:
+        keys.put("value.kind", "model")
+        keys.put_init("critic.model.path", f"{MODEL}.path", "reward.reward_model.model_path")
 
 
-def _every(keys: Translator, ours: str, theirs: str) -> None:
-    """A number of updates, which false or a number below 1 turns off."""
-    if keys.given.get(theirs) is not False and keys.number(theirs, -1) > 0:
-        keys.put(ours, keys.take(theirs), theirs)
+def _their_critic(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """There is no default there."""
+    if config.ppo.has_critic:
+        first = config.rewards[0]
+        judge = first.path if isinstance(first, ModelReward) and config.value.init != "policy" else config.model.path
+        yield "critic.model.path", config.value.init_path or judge
 
 
-def _data(keys: Translator) -> None:
-    if not keys.gives("data.train_files"):
-        keys.refuse("data.train_files", "missing; wanted the prompts")
-    keys.put("data.prompts", keys.take("data.train_files"), "data.train_files")
-    if keys.gives("data.val_files"):
-        keys.put("data.eval_prompts", keys.take("data.val_files"), "data.val_files")
-        _every(keys, "train.eval_steps", "trainer.test_freq")
-    keys.prompt_column("data.prompt_key", "prompt")
-    keys.covered("data.reward_fn_key", by="columns reach reward functions under their own names")
-    keys.covered("data.truncation", "data.filter_overlong_prompts", by="prompts that are too long are dropped")
-    if keys.number("data.train_max_samples", -1) > 0:
-        keys.put("data.max_samples", keys.take("data.train_max_samples"), "data.train_max_samples")
-    extra = {key.rpartition(".")[2]: keys.take(key) for key in keys.given if
-             key.startswith("data.apply_chat_template_kwargs.")}  # fmt: skip
+def _prompts(keys: Translator) -> None:
+    """What templates are given."""
+    extra = keys.below("data.apply_chat_template_kwargs.")
     if extra:
         theirs = [f"data.apply_chat_template_kwargs.{name}" for name in extra]
-        keys.put("data.chat_template_kwargs", extra, *theirs)
-    keys.ignore("prompts are shuffled", "data.shuffle", f"{ACTOR}.shuffle", "critic.shuffle")
+        keys.put("data.chat_template_kwargs", nested(extra), *theirs)
+
+
+def _their_prompts(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    for name, value in config.data.chat_template_kwargs.items():
+        yield f"+data.apply_chat_template_kwargs.{name}", value
+    yield "data.filter_overlong_prompts", True
 
 
 def _batches(keys: Translator) -> None:
@@ -295,10 +278,27 @@ def _batches(keys: Translator) -> None:
         keys.put("train.num_train_epochs", keys.take("trainer.total_epochs", 30), "trainer.total_epochs")
 
 
-def _kl(keys: Translator, *, is_former: bool) -> None:
+def _their_batches(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    yield "data.train_batch_size", config.prompts_per_update
+    yield f"{ACTOR}.ppo_mini_batch_size", config.prompts_per_update // config.ppo.num_mini_batches
+    if config.train.max_tokens_per_micro_batch is not None:
+        yield f"{ACTOR}.use_dynamic_bsz", True
+        yield f"{ACTOR}.ppo_max_token_len_per_gpu", config.train.max_tokens_per_micro_batch
+    else:
+        yield f"{ACTOR}.ppo_micro_batch_size_per_gpu", config.max_rows_per_micro_batch()
+        yield f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", config.max_rows_per_micro_batch()
+        yield "critic.ppo_micro_batch_size_per_gpu", config.max_rows_per_micro_batch()
+    if config.train.max_steps is not None:
+        yield "trainer.total_training_steps", config.train.max_steps
+    elif config.train.num_train_epochs is not None:
+        yield "trainer.total_epochs", math.ceil(config.train.num_train_epochs)
+
+
+def _kl(keys: Translator) -> None:
     """Their KL is off by default, in the reward and in the loss; before 0.3 it was in the reward."""
     in_loss = keys.flag(f"{ACTOR}.use_kl_loss")
-    in_reward = keys.flag("algorithm.use_kl_in_reward", is_former and not in_loss)
+    in_reward = keys.flag("algorithm.use_kl_in_reward")
+    in_reward = in_reward and (keys.gives("algorithm.use_kl_in_reward") or not in_loss)
     of_reward, of_loss = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"), (
         f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type",
     )  # fmt: skip
@@ -325,8 +325,19 @@ def _kl(keys: Translator, *, is_former: bool) -> None:
     keys.ignore("this KL is off", *of_reward, *of_loss, "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
 
 
-def _algorithm(keys: Translator) -> None:
-    """Settings that have another form there."""
+def _their_kl(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    ppo = config.ppo
+    names = {ours: theirs for theirs, ours in reversed(KL.items())}
+    in_loss = ppo.kl_in == "loss"
+    yield "algorithm.use_kl_in_reward", ppo.kl_coef > 0 and not in_loss
+    yield f"{ACTOR}.use_kl_loss", ppo.kl_coef > 0 and in_loss
+    if ppo.kl_coef > 0:
+        yield (f"{ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"), ppo.kl_coef
+        yield (f"{ACTOR}.kl_loss_type" if in_loss else "algorithm.kl_penalty"), names[ppo.kl_estimator]
+
+
+def _loss(keys: Translator) -> None:
+    """Bounds of the ratio, which may differ, and the average over tokens."""
     both = keys.take(f"{ACTOR}.clip_ratio", 0.2)
     low, high = keys.take(f"{ACTOR}.clip_ratio_low", both), keys.take(f"{ACTOR}.clip_ratio_high", both)
     keys.put("ppo.cliprange", low, f"{ACTOR}.clip_ratio_low" if keys.gives(f"{ACTOR}.clip_ratio_low") else
@@ -334,28 +345,74 @@ def _algorithm(keys: Translator) -> None:
     if high != low:
         keys.put("ppo.cliprange_high", high, f"{ACTOR}.clip_ratio_high")
     keys.covered(*(f"{ACTOR}.{key}" for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")), by="ppo.cliprange")
-    per_token = keys.flag(f"{ACTOR}.use_token_level_loss", True)
+    usual = "token-mean" if keys.flag(f"{ACTOR}.use_token_level_loss", True) else "seq-mean-token-mean"
+    keys.put_table([Key("ppo.loss_reduction", f"{ACTOR}.loss_agg_mode", usual, words(REDUCTIONS, "token_mean"))])
     keys.covered(f"{ACTOR}.use_token_level_loss", by="ppo.loss_reduction")
-    usual = "token-mean" if per_token else "seq-mean-token-mean"
-    reduction = keys.choice(f"{ACTOR}.loss_agg_mode", usual, REDUCTIONS, "token_mean")
-    keys.put("ppo.loss_reduction", reduction, f"{ACTOR}.loss_agg_mode")
-    _schedule(keys)
-    betas = keys.pair(f"{ACTOR}.optim.betas", (0.9, 0.999))
-    for name, beta in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
-        keys.put(f"train.{name}", beta, f"{ACTOR}.optim.betas")
+
+
+def _their_loss(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    ppo = config.ppo
+    yield f"{ACTOR}.clip_ratio", ppo.cliprange
+    yield f"{ACTOR}.clip_ratio_low", ppo.cliprange
+    yield f"{ACTOR}.clip_ratio_high", ppo.cliprange_high or ppo.cliprange
+    yield f"{ACTOR}.loss_agg_mode", {ours: theirs for theirs, ours in REDUCTIONS.items()}[ppo.loss_reduction]
+
+
+def _optimizer(keys: Translator) -> None:
+    """Both decays, and the learning rate over the updates; their cosine ends at a share of its peak."""
+    kind, least, steps, ratio = (
+        f"{ACTOR}.optim.{name}"
+        for name in ("lr_scheduler_type", "min_lr_ratio", "lr_warmup_steps", "lr_warmup_steps_ratio")
+    )
+    schedule, floor = keys.take(kind, "constant"), keys.number(least, 0.0)
+    if schedule == "cosine" and floor:
+        keys.put("train.lr_scheduler_type", "cosine_with_min_lr", kind)
+        keys.put("train.lr_scheduler_kwargs", {"min_lr_rate": floor}, least)
+    else:
+        keys.put("train.lr_scheduler_type", SCHEDULES.get(str(schedule), schedule), kind)
+        keys.ignore("only a cosine has a floor, and 0 is none", least)
+    if keys.number(steps, -1) > 0:
+        keys.put("train.warmup_steps", keys.take(steps), steps)
+        keys.ignore(f"{steps} takes precedence", ratio)
+    else:
+        keys.put("train.warmup_ratio", keys.take(ratio, 0.0), ratio)
+        keys.covered(steps, by="train.warmup_ratio")
+    keys.put_betas(f"{ACTOR}.optim.betas", (0.9, 0.999))
     keys.put("train.adam_epsilon", ADAM_EPSILON)
-    if keys.number(f"{ROLLOUT}.top_p", 1.0) < 1:
-        keys.put("sampling.top_p", keys.take(f"{ROLLOUT}.top_p"), f"{ROLLOUT}.top_p")
-        keys.put("sampling.allow_truncated_sampling", True)
-    if keys.number(f"{ROLLOUT}.top_k", -1) > 0:
-        keys.put("sampling.top_k", keys.take(f"{ROLLOUT}.top_k"), f"{ROLLOUT}.top_k")
-        keys.put("sampling.allow_truncated_sampling", True)
+
+
+def _their_optimizer(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    train = config.train
+    yield f"{ACTOR}.optim.betas", [train.adam_beta1, train.adam_beta2]
+    least = train.lr_scheduler_kwargs.get("min_lr_rate") if train.lr_scheduler_type == "cosine_with_min_lr" else None
+    is_cosine = train.lr_scheduler_type == "cosine" or least is not None
+    yield f"{ACTOR}.optim.lr_scheduler_type", "cosine" if is_cosine else "constant"
+    if least is not None:
+        yield f"{ACTOR}.optim.min_lr_ratio", least
+    if train.warmup_steps is not None:
+        yield f"{ACTOR}.optim.lr_warmup_steps", train.warmup_steps
+    else:
+        yield f"{ACTOR}.optim.lr_warmup_steps_ratio", train.warmup_ratio
+
+
+def _weights(keys: Translator) -> None:
+    """LoRA, and the type of weights."""
     if keys.number(f"{MODEL}.lora_rank", 0):
-        keys.put("model.lora.r", keys.take(f"{MODEL}.lora_rank"), f"{MODEL}.lora_rank")
-        keys.put("model.lora.alpha", keys.take(f"{MODEL}.lora_alpha", 16), f"{MODEL}.lora_alpha")
-        targets = keys.take(f"{MODEL}.target_modules", "all-linear")
-        keys.put("model.lora.target_modules", targets, f"{MODEL}.target_modules")
-    keys.ignore("LoRA is off", *(f"{MODEL}.{key}" for key in ("lora_rank", "lora_alpha", "target_modules")))
+        keys.put_table(LORA)
+    keys.ignore("LoRA is off", *(key.theirs for key in LORA))
+    name = f"{ACTOR}.fsdp_config.dtype"
+    if keys.gives(name):
+        dtype = str(keys.take(name))
+        is_half = dtype in ("float16", "fp16", "half", "16")
+        keys.put(*("train.fp16", True) if is_half else ("train.bf16", dtype in ("bfloat16", "bf16")), name)
+
+
+def _their_weights(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    train = config.train
+    if config.model.lora is not None:
+        yield from arguments(config, LORA)
+    if train.fp16 or train.bf16 is not None:
+        yield f"{ACTOR}.fsdp_config.dtype", "float16" if train.fp16 else "bfloat16" if train.bf16 else "float32"
 
 
 def _engine(keys: Translator) -> None:
@@ -381,68 +438,7 @@ def _engine(keys: Translator) -> None:
     keys.ignore("there are no weights", weights, cap)
 
 
-def _schedule(keys: Translator) -> None:
-    """The learning rate over the updates; their cosine ends at a share of its peak."""
-    kind, least, steps, ratio = (
-        f"{ACTOR}.optim.{name}"
-        for name in ("lr_scheduler_type", "min_lr_ratio", "lr_warmup_steps", "lr_warmup_steps_ratio")
-    )
-    schedule, floor = keys.take(kind, "constant"), keys.number(least, 0.0)
-    if schedule == "cosine" and floor:
-        keys.put("train.lr_scheduler_type", "cosine_with_min_lr", kind)
-        keys.put("train.lr_scheduler_kwargs", {"min_lr_rate": floor}, least)
-    else:
-        keys.put("train.lr_scheduler_type", SCHEDULES.get(str(schedule), schedule), kind)
-        keys.ignore("only a cosine has a floor, and 0 is none", least)
-    if keys.number(steps, -1) > 0:
-        keys.put("train.warmup_steps", keys.take(steps), steps)
-        keys.ignore(f"{steps} takes precedence", ratio)
-    else:
-        keys.put("train.warmup_ratio", keys.take(ratio, 0.0), ratio)
-        keys.covered(steps, by="train.warmup_ratio")
-
-
-def _output(keys: Translator) -> None:
-    folder = keys.take("trainer.default_local_dir")
-    if folder is None:
-        known = {"trainer.project_name": "verl_examples", "trainer.experiment_name": "gsm8k"}
-        parts = [keys.given.get(key) or usual for key, usual in known.items()]
-        folder = "/".join(["checkpoints", *(str(part) for part in parts if not isinstance(part, Unset))])
-    keys.put("output_dir", folder, "trainer.default_local_dir")
-    _every(keys, "train.save_steps", "trainer.save_freq")
-    loggers = keys.take("trainer.logger", [])
-    trackers = [name for name in (loggers if isinstance(loggers, list) else [loggers]) if name != "console"]
-    if trackers:
-        keys.put("train.report_to", trackers, "trainer.logger")
-    if keys.take("trainer.resume_mode", "auto") == "resume_path":
-        path = keys.take("trainer.resume_from_path", True)
-        keys.put("resume", path, "trainer.resume_mode", "trainer.resume_from_path")
-    keys.covered("trainer.resume_mode", by="--resume continues from a checkpoint")
-    keys.covered("trainer.logger", "trainer.save_freq", "trainer.test_freq", by="not at all, as by default here")
-    keys.covered("trainer.val_before_train", by="held-out prompts are answered before the first update")
-
-
-# From ours to theirs
-
-
-def launch(config: RunConfig, *, source: str) -> str:
-    """A script that starts the same run, with comments that name what it cannot express.
-
-    Args:
-        source: our file, for the header.
-    """
-    words = [(f"{name}={_word(value)}",) for name, value in _settings(config)]
-    words += [(f"{ROLLOUT}.name=vllm",), (f"{ROLLOUT}.tensor_model_parallel_size=1",)]
-    words += [(f"{name}={_word(value)}",) for name, value in _engine_settings(config)]
-    words += [(f"trainer.n_gpus_per_node={GPUS}",), ("trainer.nnodes=1",)]
-    taken = [scalar.ours for scalar in SCALARS] + list(WRITTEN) + ["ppo.whiten_advantages"] * has_baseline(config)
-    taken += ["train.adam_epsilon"] * (config.train.adam_epsilon == ADAM_EPSILON)
-    head = ["#!/bin/sh", f"# {SYSTEM}, from {source}; for one node of {GPUS} devices."]
-    head += [f"# dropped, {line}" for line in left_out(config, taken)] + [f"# {note}" for note in _notes(config)]
-    return "\n".join(head) + "\n\n" + command(["python3", "-m", MODULE], words)
-
-
-def _engine_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+def _their_engine(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """vLLM and the weights that correct its rounding; their defaults if transformers generates here."""
     engine, cap = config.sampling.vllm, config.importance_cap
     if engine is None:
@@ -455,112 +451,27 @@ def _engine_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield f"{CORRECTION}.rollout_is_threshold", cap
 
 
-WRITTEN = (
-    "rewards", "value.kind", "value.init", "model.lora", "data.prompts", "data.eval_prompts", "data.max_samples",
-    "data.columns.prompt",
-    "data.chat_template_kwargs", "sampling.top_p", "sampling.top_k", "sampling.allow_truncated_sampling",
-    "sampling.vllm", "ppo.importance_sampling_cap",
-    "ppo.cliprange", "ppo.cliprange_high", "ppo.kl_in", "ppo.kl_coef", "ppo.kl_estimator", "ppo.advantage_estimator",
-    "ppo.loss_reduction", "ppo.num_mini_batches", "train.adam_beta1", "train.adam_beta2", "train.lr_scheduler_type",
-    "train.lr_scheduler_kwargs.min_lr_rate", "train.warmup_ratio", "train.warmup_steps",
-    "train.num_train_epochs", "train.max_steps", "train.rollout_batch_size", "train.micro_batch_size",
-    "train.max_tokens_per_micro_batch", "train.eval_steps", "train.save_steps", "train.bf16", "train.fp16",
-    "train.report_to", "output_dir", "resume",
-)  # fmt: skip
-"""Keys that ``launch`` expresses in another form."""
+def _output(keys: Translator) -> None:
+    folder = keys.take("trainer.default_local_dir")
+    if folder is None:
+        known = {"trainer.project_name": "verl_examples", "trainer.experiment_name": "gsm8k"}
+        parts = [keys.given.get(key) or usual for key, usual in known.items()]
+        folder = "/".join(["checkpoints", *(str(part) for part in parts if not isinstance(part, Unset))])
+    keys.put("output_dir", folder, "trainer.default_local_dir")
+    loggers = keys.take("trainer.logger", [])
+    trackers = [name for name in (loggers if isinstance(loggers, list) else [loggers]) if name != "console"]
+    if trackers:
+        keys.put("train.report_to", trackers, "trainer.logger")
+    if keys.take("trainer.resume_mode", "auto") == "resume_path":
+        path = keys.take("trainer.resume_from_path", True)
+        keys.put("resume", path, "trainer.resume_mode", "trainer.resume_from_path")
+    keys.covered("trainer.resume_mode", by="--resume continues from a checkpoint")
+    keys.covered("trainer.logger", by="not at all, as by default here")
 
 
-def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Their keys with their values."""
-    ppo, train = config.ppo, config.train
-    estimators = {ours: theirs for theirs, ours in ESTIMATORS.items()}
-    yield "algorithm.adv_estimator", BASELINE if has_baseline(config) else estimators[ppo.advantage_estimator]
-    for name, value in scalars_of(config, SCALARS):
-        if ppo.has_critic or not name.startswith(("critic.", "trainer.critic")):
-            yield name, value
-    if train.learning_rate is None:
-        yield f"{ACTOR}.optim.lr", config.learning_rate
-    if ppo.has_critic and config.value.learning_rate is None:
-        yield "critic.optim.lr", config.learning_rate
-    yield f"{ACTOR}.optim.betas", [train.adam_beta1, train.adam_beta2]
-    if train.fp16 or train.bf16 is not None:
-        yield f"{ACTOR}.fsdp_config.dtype", "float16" if train.fp16 else "bfloat16" if train.bf16 else "float32"
-    yield from _schedule_settings(config)
-    yield from _judge_settings(config)
-    yield from _data_settings(config)
-    yield from _batch_settings(config)
-    yield from _kl_settings(config)
-    yield from _algorithm_settings(config)
-    yield from _output_settings(config)
-
-
-def _judge_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Reward and critic."""
-    for reward in config.rewards[:1]:
-        if isinstance(reward, FunctionReward):
-            yield "reward.custom_reward_function.path", reward.path
-            yield "reward.custom_reward_function.name", reward.name
-        elif isinstance(reward, ModelReward):
-            yield "reward.reward_model.enable", True
-            yield "reward.reward_model.model_path", reward.path
-    if config.ppo.has_critic:
-        yield "critic.model.path", _critic_path(config)
-
-
-def _data_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    data = config.data
-    yield "data.train_files", data.prompts
-    if data.eval_prompts is not None:
-        yield "data.val_files", data.eval_prompts
-    if "prompt" in data.columns:
-        yield "data.prompt_key", data.columns["prompt"]
-    if data.max_samples is not None:
-        yield "data.train_max_samples", data.max_samples
-    for name, value in data.chat_template_kwargs.items():
-        yield f"+data.apply_chat_template_kwargs.{name}", value
-    yield "data.filter_overlong_prompts", True
-
-
-def _batch_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Their batches count prompts."""
-    yield "data.train_batch_size", config.prompts_per_update
-    yield f"{ACTOR}.ppo_mini_batch_size", config.prompts_per_update // config.ppo.num_mini_batches
-    if config.train.max_tokens_per_micro_batch is not None:
-        yield f"{ACTOR}.use_dynamic_bsz", True
-        yield f"{ACTOR}.ppo_max_token_len_per_gpu", config.train.max_tokens_per_micro_batch
-    else:
-        yield f"{ACTOR}.ppo_micro_batch_size_per_gpu", config.max_rows_per_micro_batch()
-        yield f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", config.max_rows_per_micro_batch()
-        yield "critic.ppo_micro_batch_size_per_gpu", config.max_rows_per_micro_batch()
-
-
-def _algorithm_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Settings that have another form there."""
-    ppo, sampling = config.ppo, config.sampling
-    if ppo.dual_clip is None:
-        yield f"{ACTOR}.clip_ratio_c", NO_LIMIT
-    yield f"{ACTOR}.clip_ratio", ppo.cliprange
-    yield f"{ACTOR}.clip_ratio_low", ppo.cliprange
-    yield f"{ACTOR}.clip_ratio_high", ppo.cliprange_high or ppo.cliprange
-    yield f"{ACTOR}.loss_agg_mode", {ours: theirs for theirs, ours in REDUCTIONS.items()}[ppo.loss_reduction]
-    yield f"{ROLLOUT}.top_p", sampling.top_p
-    yield f"{ROLLOUT}.top_k", sampling.top_k or -1
-    if config.model.lora is not None:
-        yield f"{MODEL}.lora_rank", config.model.lora.r
-        yield f"{MODEL}.lora_alpha", math.ceil(config.model.lora.alpha)
-        yield f"{MODEL}.target_modules", config.model.lora.target_modules
-
-
-def _output_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Length and output of the run."""
+def _their_output(config: RunConfig) -> Iterator[tuple[str, Any]]:
     train = config.train
-    if train.max_steps is not None:
-        yield "trainer.total_training_steps", train.max_steps
-    elif train.num_train_epochs is not None:
-        yield "trainer.total_epochs", math.ceil(train.num_train_epochs)
     yield "trainer.default_local_dir", config.output_dir
-    yield "trainer.save_freq", train.save_steps or -1
-    yield "trainer.test_freq", train.eval_steps or -1
     trackers = [train.report_to] if isinstance(train.report_to, str) else train.report_to
     yield "trainer.logger", ["console", *(name for name in trackers if name != "none")]
     if config.resume:
@@ -569,36 +480,83 @@ def _output_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
             yield "trainer.resume_from_path", config.resume
 
 
-def _schedule_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    train = config.train
-    least = train.lr_scheduler_kwargs.get("min_lr_rate") if train.lr_scheduler_type == "cosine_with_min_lr" else None
-    is_cosine = train.lr_scheduler_type == "cosine" or least is not None
-    yield f"{ACTOR}.optim.lr_scheduler_type", "cosine" if is_cosine else "constant"
-    if least is not None:
-        yield f"{ACTOR}.optim.min_lr_ratio", least
-    if train.warmup_steps is not None:
-        yield f"{ACTOR}.optim.lr_warmup_steps", train.warmup_steps
-    else:
-        yield f"{ACTOR}.optim.lr_warmup_steps_ratio", train.warmup_ratio
+TABLE = (
+    Rule(
+        ("ppo.advantage_estimator",),
+        lambda keys: keys.estimator("algorithm.adv_estimator", ESTIMATORS, BASELINE),
+        lambda config: [("algorithm.adv_estimator", estimator(config, ESTIMATORS, BASELINE))],
+    ),
+    *KEYS,
+    Rule(("rewards",), _rewards, _their_rewards),
+    Rule(("value.kind", "value.init"), _critic, _their_critic),
+    Rule(("data.chat_template_kwargs",), _prompts, _their_prompts),
+    Rule(("train.rollout_batch_size", "train.micro_batch_size", "train.max_tokens_per_micro_batch",
+          "train.num_train_epochs", "train.max_steps", "ppo.num_mini_batches"), _batches, _their_batches),
+    Rule(("ppo.kl_in", "ppo.kl_coef", "ppo.kl_estimator"), _kl, _their_kl),
+    Rule(("ppo.cliprange", "ppo.cliprange_high", "ppo.loss_reduction"), _loss, _their_loss),
+    Rule(("train.adam_beta1", "train.adam_beta2", "train.lr_scheduler_type", "train.warmup_ratio", "train.warmup_steps",
+          "train.lr_scheduler_kwargs.min_lr_rate"), _optimizer, _their_optimizer),
+    Rule(("model.lora", "train.bf16", "train.fp16"), _weights, _their_weights),
+    Rule(("sampling.vllm", "ppo.importance_sampling_cap"), _engine, _their_engine),
+    Rule(("output_dir", "train.report_to", "resume"), _output, _their_output),
+)  # fmt: skip
+"""All that both systems can say."""
 
 
-def _kl_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    ppo = config.ppo
-    names = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
-    in_loss = ppo.kl_in == "loss"
-    yield "algorithm.use_kl_in_reward", ppo.kl_coef > 0 and not in_loss
-    yield f"{ACTOR}.use_kl_loss", ppo.kl_coef > 0 and in_loss
-    if ppo.kl_coef > 0:
-        yield (f"{ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"), ppo.kl_coef
-        yield (f"{ACTOR}.kl_loss_type" if in_loss else "algorithm.kl_penalty"), names[ppo.kl_estimator]
+def translated(source: str, settings: Mapping[str, Any], *, file: str | None = None) -> Translation:
+    """A PPO run of verl, translated to our keys.
+
+    Args:
+        source: the file, for messages.
+        settings: their values by dotted key; a value that Hydra takes from another key by ``${…}`` counts as not set.
+        file: configuration file of their own that a launch names; it is not read.
+
+    Raises:
+        ConfigError: it has no policy, no reward or no prompts.
+    """
+    given = {
+        _current(key): value
+        for key, value in settings.items()
+        if not key.endswith("_target_")
+        and (isinstance(value, Unset) or not (isinstance(value, str) and value.startswith(("${", "???"))))
+    }
+    keys = Translator(source, SYSTEM, given, {}, {_current(key): key for key in settings})
+    elsewhere = "" if file is None else f", in the script: the file {file} is not read"
+    keys.need(f"{MODEL}.path", f"the policy{elsewhere}")
+    former = next((key for key in given if key.rpartition(".")[2] in FORMER), None)
+    if former is not None:
+        keys.note(f"The defaults are those of verl before 0.3, which had the key {former}: no dual clip, an entropy "
+                  "bonus of 0.001, and the KL in the reward.")  # fmt: skip
+        keys.defaults = FORMER_DEFAULTS
+    keys.put_table(TABLE, CRITIC)
+    keys.need("data.train_files", "the prompts")
+    keys.allow_truncation()
+    for by, names in COVERED.items():
+        keys.covered(*names, by=by)
+    for key, (usual, why) in USUAL.items():
+        keys.drop_unless(usual, why, key)
+    for why, names in IGNORED.items():
+        keys.ignore(why, *names)
+    keys.ignore("it affects only placement and speed on a cluster", *(key for key in given if key.startswith(CLUSTER)))
+    keys.drop_rest("it has no counterpart here")
+    if file is not None:
+        keys.note(OF_FILE.format(file=file))
+    return keys.finish(())
 
 
-def _critic_path(config: RunConfig) -> str:
-    """The model that their critic is initialized from: verl has no default."""
-    if config.value.init_path is not None:
-        return config.value.init_path
-    first = config.rewards[0]
-    return first.path if isinstance(first, ModelReward) and config.value.init != "policy" else config.model.path
+def launch(config: RunConfig, *, source: str) -> str:
+    """A script that starts the same run, with comments that name what it cannot express.
+
+    Args:
+        source: our file, for the header.
+    """
+    given = [(f"{name}={_word(value)}",) for name, value in arguments(config, TABLE, CRITIC)]
+    given += [(f"{ROLLOUT}.name=vllm",), (f"{ROLLOUT}.tensor_model_parallel_size=1",)]
+    given += [(f"trainer.n_gpus_per_node={GPUS}",), ("trainer.nnodes=1",)]
+    title = f"{SYSTEM}, from {source}; for one node of {GPUS} devices."
+    eps = ["train.adam_epsilon"] * (config.train.adam_epsilon == ADAM_EPSILON)
+    program = ["python3", "-m", MODULE]
+    return script(config, TABLE, program, given, title=title, notes=_notes(config), written=eps)
 
 
 def _notes(config: RunConfig) -> Iterator[str]:

@@ -16,7 +16,7 @@ from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrate
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_bf16_gpu_available
 
-from tether.compat.scalars import ADAMW, ADAMW_8BIT
+from tether.compat.table import ADAMW, ADAMW_8BIT
 from tether.compat.trl.former import OF_CONFIG, telling
 from tether.config import launched
 from tether.config.load import checked_config

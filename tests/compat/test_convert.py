@@ -271,6 +271,21 @@ class TestToOurs:
         assert (vllm.enable_sleep_mode, vllm.gpu_memory_utilization) == (False, 0.3)
         assert "theirs is of devices on which nothing is trained" in made
 
+    @pytest.mark.parametrize("former", ["", "reward."])
+    def test_arguments_of_verls_function_are_passed_on_but_no_keys_of_services(self, tmp_path, former):
+        words = {"scale": "0.5", "mode": "strict", "names": "[a,b]", "llm.port": "80", "llm.api_key": "$SECRET"}
+        more = " ".join(f"+{former}custom_reward_function.reward_kwargs.{name}={value}" for name, value in words.items())
+        made = converted(written(tmp_path, "l.sh", VERL.replace(" $@", f" {more}")))
+        arguments = {"scale": 0.5, "mode": "strict", "names": ["a", "b"], "llm": {"port": 80}}
+        assert yaml.safe_load(made)["rewards"][0]["arguments"] == arguments
+        assert "reward_kwargs.llm.api_key: …: read it from the environment in the function" in made
+        back = converted(written(tmp_path, "ours.yaml", made), "verl")
+        assert "dropped, rewards" not in back
+        (reward,) = parse_config(converted(written(tmp_path, "back.sh", back))).rewards
+        assert reward.arguments == arguments
+        other = converted(written(tmp_path, "ours.yaml", made), "openrlhf")
+        assert "# dropped, rewards.0.arguments: {scale: 0.5, mode: strict," in other
+
     def test_verls_keys_that_change_a_result_are_never_ignored(self, tmp_path):
         changed = {
             "actor_rollout_ref.rollout.do_sample": (True, False), "actor_rollout_ref.rollout.ignore_eos": (False, True),

@@ -275,6 +275,10 @@ class Translator:
         given = [key for key in self.given if key.startswith(section) and key not in self._told]
         return {key.removeprefix(section): self.take(key) for key in given}
 
+    def drop_secrets(self, section: str, why: str) -> None:
+        """Drops keys below ``section`` that look like the key of a service."""
+        self.drop(why, *(key for key in self.given if key.startswith(section) and _SECRET.search(key)))
+
     def single(self, *theirs: str, names: bool = False) -> None:
         """Refuses lists and groups of keys where a single value is expected, and continues without them.
 

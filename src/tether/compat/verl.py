@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tether.compat.launch import Unset, nested
+from tether.compat.launch import Unset, flat, nested
 from tether.compat.table import (
     COLUMN,
     COUNT,
@@ -33,6 +33,7 @@ from tether.config.schema import RunConfig
 SYSTEM = "verl"
 MODULE = "verl.trainer.main_ppo"
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ARGUMENTS = "reward.custom_reward_function.reward_kwargs."
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 CORRECTION = "algorithm.rollout_correction"
 OF_FILE = (
@@ -182,7 +183,10 @@ def _rewards(keys: Translator) -> None:
     model, enabled = "reward.reward_model.model_path", "reward.reward_model.enable"
     if keys.gives(path):
         function = {"type": "function", "path": keys.take(path), "name": keys.take(name, "compute_score")}
-        keys.put("rewards", [function], path, name)
+        keys.drop_secrets(ARGUMENTS, "read it from the environment in the function")
+        arguments = keys.below(ARGUMENTS)
+        given = {"arguments": nested(arguments)} if arguments else {}
+        keys.put("rewards", [function | given], path, name, *(f"{ARGUMENTS}{each}" for each in arguments))
     elif keys.gives(model) and keys.flag(enabled, True):
         keys.put("rewards", [{"type": "model", "path": keys.take(model)}], model, enabled)
     else:
@@ -218,6 +222,7 @@ def _their_rewards(config: RunConfig) -> Iterator[tuple[str, Any]]:
     if isinstance(reward, FunctionReward):
         yield "reward.custom_reward_function.path", reward.path
         yield "reward.custom_reward_function.name", reward.name
+        yield from ((f"+{ARGUMENTS}{name}", value) for name, value in flat(reward.arguments).items())
     elif isinstance(reward, ModelReward):
         yield "reward.reward_model.enable", True
         yield "reward.reward_model.model_path", reward.path
@@ -573,7 +578,7 @@ def _notes(config: RunConfig) -> Iterator[str]:
         yield f"Their schedules are constant and cosine, not {config.train.lr_scheduler_type}."
     if config.train.total_episodes is not None:
         yield f"Their runs last trainer.total_epochs epochs; ours lasted {config.train.total_episodes} answers."
-    yield from reward_settings(config)
+    yield from reward_settings(config, *["arguments"] * isinstance(config.rewards[0], FunctionReward))
 
 
 def _word(value: Any) -> str:
@@ -583,6 +588,10 @@ def _word(value: Any) -> str:
             return str(value)
         case list():
             return f"[{','.join(map(_word, value))}]"
+        case dict():
+            return "{" + ",".join(f"{name}:{_word(each)}" for name, each in value.items()) + "}"
+        case None:
+            return "null"
         case str() if not value.isprintable() or set(value) & set("=,[]{}() '\""):
             return "'" + value.replace("'", r"\'") + "'"
         case _:

@@ -413,9 +413,17 @@ class TestToOurs:
             ("python -m torch.distributed.run --nproc_per_node 2", 2), ("python", 1),
             ("accelerate launch --config_file zero3.yaml", None), ("accelerate launch", None), ("torchrun", None),
             ("deepspeed --num_gpus 2", 2), ("deepspeed --num_gpus=2 --num_nodes=3", 6), ("deepspeed", None),
+            ("CUDA_VISIBLE_DEVICES=0,2,3 deepspeed", 3), ("CUDA_VISIBLE_DEVICES=0,1 deepspeed --include host:1", None),
+            ("torchrun --nproc_per_node 4 --nnodes $NODES", None), ("torchrun --nproc_per_node gpu", None),
+            ("accelerate launch --config_file two.yaml", 2), ("accelerate launch --config_file two.yaml --cpu", 2),
+            ("accelerate launch --config_file two.yaml --num_processes 3", 3),
+            ("accelerate launch --config_file two.yaml --num_processes $COUNT", None),
+            ("accelerate launch --config_file unsaid.yaml", None), ("accelerate launch --config_file two.yaml_", None),
         ],
     )  # fmt: skip
     def test_trls_batch_is_of_each_process(self, tmp_path, launcher, processes):
+        written(tmp_path, "two.yaml", "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\n")
+        written(tmp_path, "unsaid.yaml", "distributed_type: FSDP\n")
         words = TRL.strip().replace("accelerate launch --config_file deepspeed_zero3.yaml", launcher)
         text = converted(written(tmp_path, "launch.sh", f"{words} --save_steps 0.1\n"))
         train = parse_config(text).train
@@ -423,7 +431,7 @@ class TestToOurs:
         assert train.save_steps == math.ceil(0.1 * math.ceil(1000000 / 64 / (processes or 1)))
         assert ("# Their batch size is that of one process" in text) is (processes is None)
         assert "num_processes:" not in text and "nproc_per_node:" not in text
-        assert ("# Started the same way" in text) is launcher.startswith(("accelerate", "torchrun"))
+        assert ("# Started the same way" in text) is ("accelerate" in launcher or "torchrun" in launcher)
 
     def test_llamafactorys_batch_is_of_each_process(self, tmp_path, monkeypatch):
         monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -432,6 +440,20 @@ class TestToOurs:
         monkeypatch.setenv("WORLD_SIZE", "4")
         text = converted(written(tmp_path, "their.yaml", PPO))
         assert parse_config(text).train.rollout_batch_size == 32 and "of one process" not in text
+
+    @pytest.mark.parametrize(
+        ("settings", "processes"),
+        [
+            ("CUDA_VISIBLE_DEVICES=0,1,2,3", 4), ("CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=2 NNODES=3", 6),
+            ("NNODES=2 CUDA_VISIBLE_DEVICES=0,1", 4), ("CUDA_VISIBLE_DEVICES=0", 1), ("FORCE_TORCHRUN=1", None),
+            ("NPROC_PER_NODE=$GPUS CUDA_VISIBLE_DEVICES=0,1", None),
+        ],
+    )
+    def test_llamafactorys_command_starts_a_process_for_each_device(self, tmp_path, settings, processes):
+        written(tmp_path, "their.yaml", PPO)
+        made = converted(written(tmp_path, "launch.sh", f"{settings} llamafactory-cli train their.yaml\n"))
+        assert parse_config(made).train.rollout_batch_size == 8 * (processes or 1)
+        assert ("# Their batch size is that of one process" in made) is (processes in (None, 1))
 
     def test_trls_checkpoints_and_optimizer(self, tmp_path):
         def train(more):
@@ -578,6 +600,8 @@ class TestToOurs:
         assert f"# The defaults are those of verl before 0.3, which had the key {key.partition('=')[0]}: " in made
         if "micro" in key:
             assert parse_config(made).train.micro_batch_size == 2
+            with pytest.raises(ConfigError, match=r"trainer.nnodes: got \$NODES; the script does not set that"):
+                converted(written(tmp_path, "launch.sh", text.replace("nnodes=2", "nnodes=$NODES")))
         off = parse_config(converted(written(tmp_path, "launch.sh", f"{text.strip()[:-3]} {KL_LOSS}"))).ppo
         assert (off.kl_in, off.kl_coef) == ("loss", 0.2)
 

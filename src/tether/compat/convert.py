@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tether.compat import llamafactory, openrlhf, trl_arguments, verl
-from tether.compat.launch import Launch, flat, launcher, launches, options, overrides, processes
+from tether.compat.launch import CLI, Launch, config_file, flat, launcher, launches, options, overrides, processes
 from tether.compat.translation import OF_ONE_PROCESS, Translation
 from tether.config import text
 from tether.config.launched import num_processes, planned
@@ -97,8 +97,7 @@ def _data(path: str | Path) -> Any:
 def _is_llamafactory(launch: Launch) -> bool:
     """Whether a command line starts a training run of LLaMA-Factory, by its command or its script."""
     words = [*launch.program.split(), *launch.words]
-    names = ("llamafactory-cli", "lmf", "llamafactory.cli")
-    starts = any(Path(word).name in names for word in words) and "train" in words
+    starts = any(Path(word).name in CLI for word in words) and "train" in words
     scripts = ("src/train.py", "src/train_bash.py", "llamafactory.launcher")
     has_stage = any(word.partition("=")[0] == "--stage" for word in launch.words)
     own = has_stage and any(Path(word).name in ("train.py", "train_bash.py") for word in words)
@@ -117,10 +116,23 @@ def _of_llamafactory(launch: Launch, script: Path) -> tuple[str, Translation]:
         given = options(words, where)
     else:
         given = _beside(file, script, where, "LLaMA-Factory") | overrides(words[1:])
-    count = processes(launch)
+    count = _processes(launch, script)
     with planned(count or 1):
         command, translation = llamafactory.translated(where, given, {}, to_file=True)
     return command, translation if count is not None and count > 1 else translation.noting(OF_ONE_PROCESS)
+
+
+def _processes(launch: Launch, script: Path) -> int | None:
+    """As ``processes``, with the file that accelerate is given, if it is there."""
+    file = config_file(launch)
+    found = None if file is None else _place(file, script)
+    settings = None if found is None else _data(found)
+    return processes(launch, settings if isinstance(settings, dict) else None)
+
+
+def _place(file: str, script: Path) -> Path | None:
+    """Where a file is that a script names: in the current folder or beside the script."""
+    return next((place for place in (Path(file), script.parent / file) if place.is_file()), None)
 
 
 def _beside(file: str, script: Path, where: str, system: str) -> dict[str, Any]:
@@ -130,7 +142,7 @@ def _beside(file: str, script: Path, where: str, system: str) -> dict[str, Any]:
         where: place of the launch, for messages.
         system: whose file it is, for messages.
     """
-    found = next((place for place in (Path(file), script.parent / file) if place.is_file()), None)
+    found = _place(file, script)
     if found is None:
         raise ConfigError(f"{where}: there is no file {file}, in the current folder or beside the script")
     given = _data(found)
@@ -167,7 +179,7 @@ def _launched(launch: Launch, path: Path) -> Translation | None:
             given = _beside(file, path, f"{source}, line {launch.line}", "TRL") | given
         words = [*launch.program.split(), *launch.words]  # a launcher's options may stand before the script
         script = next((word for word in words if word.endswith(".py")), "")
-        translation = trl_arguments.translated(source, given, script, processes(launch))
+        translation = trl_arguments.translated(source, given, script, _processes(launch, path))
         how = launcher(launch)
         return translation if how is None else translation.noting(f"Started the same way: {how} -m tether ppo FILE")
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class Launch:
     """The arguments."""
     line: int
     """Number of its first line in the script."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The variables that the script has set before it."""
 
 
 class Unset(str):
@@ -32,6 +34,8 @@ class Unset(str):
 
 LAUNCHERS = {"accelerate", "torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed"}
 """Programs and modules that start a script in several processes."""
+CLI = {"llamafactory-cli", "lmf", "llamafactory.cli"}
+"""LLaMA-Factory's command, which starts a process for each device."""
 
 
 def launches(script: str, source: str) -> list[Launch]:
@@ -44,11 +48,11 @@ def launches(script: str, source: str) -> list[Launch]:
         ConfigError: a line has an unclosed quote or parenthesis.
     """
     found = []
-    for number, words in commands(script, source):
+    for number, words, environment in commands(script, source):
         inner = words.index("--") + 1 if "--" in words else 0  # ray job submit … -- python …
         begin = max(inner, _script(words, inner) + 1)
         first = next((i for i in range(begin, len(words)) if _is_argument(words[i])), len(words))
-        found.append(Launch(" ".join(words[:first]), words[first:], number))
+        found.append(Launch(" ".join(words[:first]), words[first:], number, environment))
     return found
 
 
@@ -62,18 +66,54 @@ def _script(words: Sequence[str], inner: int) -> int:
     return -1
 
 
-def processes(launch: Launch) -> int | None:
+def processes(launch: Launch, settings: Mapping[str, Any] | None = None) -> int | None:
     """Number of processes that a launcher is to start; None if it takes the number from elsewhere.
 
-    A program that is not started by accelerate, torchrun or deepspeed is one process.
+    A program that is not started by accelerate, torchrun, deepspeed or LLaMA-Factory's command is one process.
+
+    Args:
+        settings: those of the file that accelerate is given.
     """
     words = [*launch.program.split(), *launch.words]
-    told = _told(words, "num_processes")
+    names = set(map(_name, words))
+    for total in (_option(words, "num_processes"), (settings or {}).get("num_processes")):
+        if total is not None:
+            return _count(total)
     for each, machines in (("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes")):
-        if told is None and (told := _told(words, each)) is not None:
-            told *= _told(words, machines) or 1
-    is_launched = any(Path(word).name in LAUNCHERS for word in words)
-    return told or (None if is_launched else 1)
+        if (of_one := _option(words, each)) is not None:
+            return _product(of_one, _option(words, machines))
+    if names & CLI:
+        of_one = launch.environment.get("NPROC_PER_NODE", _devices(launch))
+        return _product(of_one, launch.environment.get("NNODES"))
+    if "deepspeed" in names and _option(words, "include") is None:
+        return _product(_devices(launch), _option(words, "num_nodes"))
+    return None if names & LAUNCHERS else 1
+
+
+def config_file(launch: Launch) -> str | None:
+    """The file that accelerate is given; None if it is given none, or does not start the program."""
+    words = launch.program.split()
+    return _option(words, "config_file") if "accelerate" in map(_name, words) else None
+
+
+def _name(word: str) -> str:
+    return Path(word).name
+
+
+def _devices(launch: Launch) -> int | None:
+    """Number of devices that the script makes visible."""
+    listed = launch.environment.get("CUDA_VISIBLE_DEVICES", "")
+    return len(listed.split(",")) if re.fullmatch(r"\d+(,\d+)*", listed) else None
+
+
+def _product(of_one: Any, machines: Any) -> int | None:
+    counts = _count(of_one), _count(1 if machines is None else machines)
+    return None if None in counts else counts[0] * counts[1]
+
+
+def _count(value: Any) -> int | None:
+    """A whole number above 0; None for anything else, such as a variable that the script does not set."""
+    return int(value) if re.fullmatch(r"[1-9]\d*", str(value)) else None
 
 
 def launcher(launch: Launch) -> str | None:
@@ -88,11 +128,13 @@ def launcher(launch: Launch) -> str | None:
     return shlex.join([Path(words[begin]).name, *words[begin + 1 : end]])
 
 
-def _told(words: Sequence[str], name: str) -> int | None:
-    """The whole number after an option of a launcher, whose words may be joined by ``-`` or ``_``."""
-    text = " ".join(words)
-    found = re.search(rf"(?:^| )--{name.replace('_', '[-_]')}[ =](\d+)(?: |$)", text)
-    return int(found[1]) if found else None
+def _option(words: Sequence[str], name: str) -> str | None:
+    """What is said after an option of a launcher, whose words may be joined by ``-`` or ``_``; None if it is absent."""
+    for i, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option.startswith("--") and option[2:].replace("-", "_") == name:
+            return value if equals else next(iter(words[i + 1 : i + 2]), "")
+    return None
 
 
 def _is_argument(word: str) -> bool:

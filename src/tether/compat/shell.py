@@ -42,8 +42,8 @@ _SHELLS = ("bash", "sh", "zsh")
 """Programs that run a script that they are given as a word."""
 
 
-def commands(script: str, source: str) -> Iterator[tuple[int, list[str]]]:
-    """The words of every command that starts something, with the number of its first line.
+def commands(script: str, source: str) -> Iterator[tuple[int, list[str], Mapping[str, str]]]:
+    """The words of every command that starts something, with the number of its first line and the variables then.
 
     Pipes, redirections, ``&`` and parentheses around it end a command; a trailing backslash, an open quote or an open
     array continues it. Texts that a script passes on by ``<<`` are left out, unless ``read`` puts them into a variable.
@@ -54,7 +54,8 @@ def commands(script: str, source: str) -> Iterator[tuple[int, list[str]]]:
         ConfigError: a quote or a parenthesis is not closed.
     """
     variables = {"HOME": str(Path.home()), "PWD": str(Path.cwd()), "0": source, "BASH_SOURCE": source}
-    yield from _commands(script, source, variables, {})
+    for number, words in _commands(script, source, variables, {}):
+        yield number, words, dict(variables)
 
 
 def _commands(

@@ -271,9 +271,8 @@ def _batches(keys: Translator) -> None:
     elif keys.gives(rows):
         keys.put("train.micro_batch_size", keys.take(rows), rows)
     elif keys.gives(of_all):
-        counts = [keys.given.get(f"trainer.{name}", usual) for name, usual in (("n_gpus_per_node", 8), ("nnodes", 1))]
-        devices = math.prod(count for count in counts if isinstance(count, int) and count > 0)
-        of_each = max(1, keys.number(of_all, 1) // devices)
+        devices = keys.number("trainer.n_gpus_per_node", 8) * keys.number("trainer.nnodes", 1)
+        of_each = max(1, keys.number(of_all, 1) // max(devices, 1))
         keys.put("train.micro_batch_size", of_each, of_all, note=f"divided by {devices} devices")
     keys.ignore("for use_dynamic_bsz only", tokens, f"{ACTOR}.use_dynamic_bsz")
     if (updates := keys.take("trainer.total_training_steps")) is not None:

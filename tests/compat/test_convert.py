@@ -206,7 +206,7 @@ class TestToOurs:
 
     def test_verl_as_yaml_with_what_hydra_fills_in(self, tmp_path):
         tree = {}
-        for key, value in overrides(launches(VERL, "launch.sh")[0].words).items():
+        for key, value in overrides(launches(VERL, "launch.sh")[0].words, "launch.sh").items():
             *above, last = key.split(".")
             node = tree
             for part in above:
@@ -274,7 +274,8 @@ class TestToOurs:
     @pytest.mark.parametrize("former", ["", "reward."])
     def test_arguments_of_verls_function_are_passed_on_but_no_keys_of_services(self, tmp_path, former):
         words = {"scale": "0.5", "mode": "strict", "names": "[a,b]", "llm.port": "80", "llm.api_key": "$SECRET"}
-        more = " ".join(f"+{former}custom_reward_function.reward_kwargs.{name}={value}" for name, value in words.items())
+        section = f"+{former}custom_reward_function.reward_kwargs."
+        more = " ".join(f"{section}{name}={value}" for name, value in words.items())
         made = converted(written(tmp_path, "l.sh", VERL.replace(" $@", f" {more}")))
         arguments = {"scale": 0.5, "mode": "strict", "names": ["a", "b"], "llm": {"port": 80}}
         assert yaml.safe_load(made)["rewards"][0]["arguments"] == arguments
@@ -532,6 +533,21 @@ class TestToOurs:
         made = converted(written(tmp_path, "launch.sh", script))
         assert parse_config(made) == parse_config(converted(written(tmp_path, "plain.sh", OPENRLHF_OLD)))
         assert "module" not in made and "num_gpus:" not in made and "flash_attn" not in made
+
+    def test_conditions_that_only_a_shell_decides_are_told_with_their_line(self, tmp_path):
+        text = OPENRLHF_OLD.replace("--max_epochs 1", "--max_epochs $EPOCHS")
+        script = written(tmp_path, "launch.sh", f"if [ -d /data ]; then EPOCHS=2; else EPOCHS=1; fi\n{text}")
+        message = r"max_epochs: got \$EPOCHS; line 1 holds a condition that only a shell knows, which decides it: write"
+        with pytest.raises(ConfigError, match=message):
+            converted(script)
+        script = written(tmp_path, "launch.sh", f"case ${{1:-x}} in x) EPOCHS=1;; *) EPOCHS=2; esac\n{text}")
+        assert parse_config(converted(script)) == parse_config(OPENRLHF_OURS)
+
+    def test_the_round_of_a_loop_that_is_read_is_told(self, tmp_path):
+        text = OPENRLHF_OLD.replace("--actor_learning_rate 5e-7", "--actor_learning_rate $RATE")
+        made = converted(written(tmp_path, "launch.sh", f"for RATE in 5e-7 1e-6; do\n{text}done\n"))
+        assert parse_config(made) == parse_config(OPENRLHF_OURS)
+        assert "# The run is that of the first round of the loop in line 1, with RATE 5e-7.\n" in made
 
     def test_only_the_launch_of_ppo_counts_among_those_of_openrlhf(self, tmp_path):
         earlier = "deepspeed --module openrlhf.cli.train_rm --pretrain org/base --dataset pairs --save_path out/rm\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,10 +71,13 @@ def _read(path: str | Path) -> tuple[str, Translation | None]:
         return "ppo", None
     others = []
     for launch in launches(read_file(path), source):
+        command, translation = "ppo", None
         if _is_llamafactory(launch):
-            return _of_llamafactory(launch, Path(path))
-        if (translation := _launched(launch, Path(path))) is not None:
-            return "ppo", translation
+            command, translation = _of_llamafactory(launch, Path(path))
+        else:
+            translation = _launched(launch, Path(path))
+        if translation is not None:
+            return command, replace(translation, notes=[*translation.notes, *launch.notes])
         if any(word.startswith("--") for word in launch.words):
             others.append(f"line {launch.line} ({launch.program[:60]})")
     seen = f"; got {', '.join(others[:3])}" if others else ""
@@ -115,7 +118,7 @@ def _of_llamafactory(launch: Launch, script: Path) -> tuple[str, Translation]:
     if file is None:
         given = options(words, where)
     else:
-        given = _beside(file, script, where, "LLaMA-Factory") | overrides(words[1:])
+        given = _beside(file, script, where, "LLaMA-Factory") | overrides(words[1:], where)
     count = _processes(launch, script)
     with planned(count or 1):
         command, translation = llamafactory.translated(where, given, {}, to_file=True)
@@ -164,7 +167,7 @@ def _launched(launch: Launch, path: Path) -> Translation | None:
     source = str(path)
     if _is_verl(launch):
         named = re.search(r"--config-name[ =](?!ppo_trainer(?:\.yaml)?(?: |$))(\S+)", " ".join(launch.words))
-        return verl.translated(source, overrides(launch.words), file=None if named is None else named[1])
+        return verl.translated(source, overrides(launch.words, source), file=None if named is None else named[1])
     if not any(word.startswith("--") for word in launch.words):
         return None
     given = options(launch.words, source)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tether.compat.shell import commands
+from tether.compat.flow import commands
 from tether.config import text
 from tether.errors import ConfigError
 
@@ -26,6 +26,8 @@ class Launch:
     """Number of its first line in the script."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The variables that the script has set before it."""
+    notes: Sequence[str] = ()
+    """Under which condition it starts, one sentence each."""
 
 
 class Unset(str):
@@ -39,7 +41,8 @@ CLI = {"llamafactory-cli", "lmf", "llamafactory.cli"}
 
 
 def launches(script: str, source: str) -> list[Launch]:
-    """The command lines of a shell script, or a single one if it holds nothing but arguments.
+    """The command lines of a shell script, or a single one if it holds nothing but arguments; those behind a condition
+    that does not hold come last.
 
     A wrapper (``ray job submit … --``) and the options of a launcher (``torchrun --nproc_per_node 8 script.py``) count
     as part of the program.
@@ -48,11 +51,12 @@ def launches(script: str, source: str) -> list[Launch]:
         ConfigError: a line has an unclosed quote or parenthesis.
     """
     found = []
-    for number, words, environment in commands(script, source):
+    for each in sorted(commands(script, source), key=lambda each: not each.is_reached):
+        words = each.words
         inner = words.index("--") + 1 if "--" in words else 0  # ray job submit … -- python …
         begin = max(inner, _script(words, inner) + 1)
         first = next((i for i in range(begin, len(words)) if _is_argument(words[i])), len(words))
-        found.append(Launch(" ".join(words[:first]), words[first:], number, environment))
+        found.append(Launch(" ".join(words[:first]), words[first:], each.line, each.variables, each.notes))
     return found
 
 
@@ -145,7 +149,7 @@ def options(words: Sequence[str], source: str) -> dict[str, Any]:
     """``--key value value --flag`` as keys with values; several values become a list, none becomes true.
 
     Raises:
-        ConfigError: a value has no key before it.
+        ConfigError: a value has no key before it, or as ``overrides``.
     """
     given: dict[str, Any] = {}
     key = None
@@ -153,9 +157,10 @@ def options(words: Sequence[str], source: str) -> dict[str, Any]:
 
     def close() -> None:
         if key is not None:
-            given[key] = True if not values else _value(values[0]) if len(values) == 1 else [*map(_value, values)]
+            given[key] = True if not values else _plain(values[0]) if len(values) == 1 else [*map(_plain, values)]
 
     for word in words:
+        _check_known(word, source)
         if re.match(r"--[A-Za-z_]", word):
             close()
             name, equals, value = word[2:].partition("=")
@@ -168,17 +173,34 @@ def options(words: Sequence[str], source: str) -> dict[str, Any]:
     return given
 
 
-def overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Hydra's ``a.b=value`` as keys with values; the signs before additions are dropped."""
-    given = {}
+def overrides(words: Sequence[str], source: str) -> dict[str, Any]:
+    """Hydra's ``a.b=value`` as keys with values; the signs before additions are dropped, ``~a.b`` stays as it is.
+
+    Raises:
+        ConfigError: it is unknown which ones a variable or an array holds.
+    """
+    given: dict[str, Any] = {}
     for word in words:
-        if match := re.fullmatch(r"[+]{0,2}([A-Za-z_][\w.]*)=(.*)", word, re.DOTALL):
+        _check_known(word, source)
+        if match := re.fullmatch(r"[+]{0,2}([^\s=$'\"{}\[\]-][^\s=$'\"{}\[\]]*)=(.*)", word, re.DOTALL):
             quoted = re.fullmatch(r"(['\"])(.*)\1", match[2], re.DOTALL)
             if quoted and not _unset(word):
                 given[match[1]] = re.sub(r"\\(['\"])", r"\1", quoted[2])
             else:
-                given[match[1]] = _value(match[2])
+                value = _value(match[2])
+                given |= flat(value, f"{match[1]}.") if isinstance(value, dict) and value else {match[1]: value}
+        elif re.fullmatch(r"~[\w./@]+", word):
+            given[word] = "removed"
     return given
+
+
+def _check_known(word: str, source: str) -> None:
+    """Raises ``ConfigError`` if a word stands for options of which only a shell knows whether they are there."""
+    if unknown := re.search(r"\$\{(\w+)\[[@*]\]\?(\d+)\}", word):
+        raise ConfigError(
+            f"{source}: line {unknown[2]} holds a condition that only a shell knows, which decides what {unknown[1]} "
+            "holds: keep the branch that runs, and remove the condition"
+        )
 
 
 def flat(data: Any, prefix: str = "") -> dict[str, Any]:
@@ -218,7 +240,12 @@ def _value(word: str) -> Any:
     if _unset(word):
         return Unset(word)
     try:
-        value = text.parse(word).data
+        return text.parse(word).data
     except text.TextError:
         return word
+
+
+def _plain(word: str) -> Any:
+    """As ``_value``, but for groups of keys, which stay text."""
+    value = _value(word)
     return word if isinstance(value, dict) else value

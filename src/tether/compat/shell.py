@@ -1,4 +1,4 @@
-"""Reads shell scripts as far as a launch needs it: words, quotes, variables, arrays, pipes and redirections.
+"""Takes shell scripts apart into words: quotes, variables, arrays, pipes and redirections.
 
 Nothing is run. What only a shell can know, such as the output of a command, stays as it is written, except for commands
 that print a path made of others (``$(dirname "$0")``).
@@ -13,11 +13,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from tether.errors import ConfigError
 
-_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_BEFORE_TESTS = ("if", "elif", "while", "until", "!", "then", "do", "else", "{")
+"""Words that a condition may stand behind."""
 _ENDS = "\n;|&"
 """Characters that end a command."""
 _PAIRS = {"$(": ")", "<(": ")", ">(": ")", "(": ")", "${": "}", "$'": "'", "'": "'", '"': '"', "`": "`"}
@@ -34,71 +35,12 @@ _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }  # fmt: skip
-_TEXT = "<<"
+TEXT = "<<"
 """The quote of a text that a script passes on by ``<<``; with a quote behind it, nothing in the text is expanded."""
-_SETS = ("export", "set", "cd", "echo", "declare", "local", "readonly")
-"""Commands that start nothing; some of them set variables."""
-_SHELLS = ("bash", "sh", "zsh")
-"""Programs that run a script that they are given as a word."""
-
-
-def commands(script: str, source: str) -> Iterator[tuple[int, list[str], Mapping[str, str]]]:
-    """The words of every command that starts something, with the number of its first line and the variables then.
-
-    Pipes, redirections, ``&`` and parentheses around it end a command; a trailing backslash, an open quote or an open
-    array continues it. Texts that a script passes on by ``<<`` are left out, unless ``read`` puts them into a variable.
-    Variables and arrays that are set in the script and HOME are expanded, and so are sums of whole numbers, ``$((…))``;
-    others are left as they are, except the arguments of the script, which are left out.
-
-    Raises:
-        ConfigError: a quote or a parenthesis is not closed.
-    """
-    variables = {"HOME": str(Path.home()), "PWD": str(Path.cwd()), "0": source, "BASH_SOURCE": source}
-    for number, words in _commands(script, source, variables, {}):
-        yield number, words, dict(variables)
-
-
-def _commands(
-    script: str, source: str, variables: dict[str, str], arrays: dict[str, Sequence[str]]
-) -> Iterator[tuple[int, list[str]]]:
-    for number, given in _Scanner(script, source).commands():
-        passed = [parts[0] for parts in given if parts[0].quote.startswith(_TEXT)]
-        given = [parts for parts in given if not parts[0].quote.startswith(_TEXT)]
-        while given and (assigned := _ASSIGNED.match(given[0][0].text)) and not given[0][0].quote:
-            _assign(assigned, given.pop(0), variables, arrays)
-        words = [word for parts in given for word in _expanded(parts, variables, arrays)]
-        if (inner := _inner_script(words)) is not None:
-            try:
-                found = list(_commands(inner, source, dict(variables), dict(arrays)))
-            except ConfigError:  # no script, although it is given as one
-                found = [(1, words)]
-            yield from ((number + line - 1, each) for line, each in found)
-        elif words and words[0] in _SETS:
-            for parts in given[1:]:
-                if assigned := _ASSIGNED.match(parts[0].text):
-                    _assign(assigned, parts, variables, arrays)
-            if words[0] == "cd":
-                variables.pop("PWD", None)
-        elif words and words[0] == ":":
-            variables |= _defaults(given[1:], variables)
-        elif words and words[0] == "read" and passed:
-            variables[words[-1]] = _read(passed[-1], variables)
-        elif words:
-            yield number, words
-
-
-def _inner_script(words: Sequence[str]) -> str | None:
-    """The script that a command gives a shell as a word (``srun … bash -c "…"``), or that ``eval`` runs."""
-    if words and words[0] == "eval":
-        return " ".join(words[1:])
-    for i, word in enumerate(words[:-2]):
-        if Path(word).name in _SHELLS and re.fullmatch(r"-[a-z]*c", words[i + 1]):
-            return words[i + 2]
-    return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """A piece of a word."""
 
     text: str
@@ -106,7 +48,32 @@ class _Part:
     """The quote around it, if any."""
 
 
-class _Scanner:
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The words of a command, in pieces."""
+
+    line: int
+    """Number of its first line."""
+    words: Sequence[list[Part]]
+    end: str
+    """What ends it, such as ``&&``; empty at the end of the script."""
+
+    @property
+    def keyword(self) -> str:
+        """Its first word if that is one piece without quotes, as the shell's own words are; else empty."""
+        return self.words[0][0].text if len(self.words[0]) == 1 and not self.words[0][0].quote else ""
+
+    @property
+    def defines(self) -> str | None:
+        """The function that begins here, if one does."""
+        first, second = ("".join(part.text for part in parts) for parts in [*self.words, [], []][:2])
+        if self.keyword == "function" and second:
+            return second.removesuffix("()")
+        name = first.removesuffix("()") if first.endswith("()") else first if second.startswith("()") else ""
+        return name if re.fullmatch(r"[\w-]+", name) else None
+
+
+class Scanner:
     """Takes a script apart into the words of its commands, in pieces. The words of an array in parentheses are the
     pieces of one word, each behind a piece that says so.
 
@@ -119,18 +86,20 @@ class _Scanner:
         self._script, self._source = script, source
         self._at, self._line, self._start = 0, 1, 0
         """Where it is, the line of that, and the first line of the command there."""
-        self._words: list[list[_Part]] = []
-        self._word: list[_Part] | None = None
-        self._array: list[list[_Part]] | None = None
+        self._words: list[list[Part]] = []
+        self._word: list[Part] | None = None
+        self._array: list[list[Part]] | None = None
         self._depth = 0
         """Number of open parentheses around commands."""
+        self._begins_pattern = False
+        """Whether a branch of ``case`` has just ended, so that a parenthesis begins a pattern."""
         self._texts: list[tuple[str, str]] = []
         """The lines that end the texts which begin at the end of this line, and the quotes around them."""
         self._is_target = False
         """Whether the next word is where a redirection leads to."""
 
-    def commands(self) -> Iterator[tuple[int, list[list[_Part]]]]:
-        """The words of each command, with the number of the command's first line.
+    def commands(self) -> Iterator[Command]:
+        """The commands; ``;;`` behind a branch is one of its own.
 
         Raises:
             ConfigError: a quote or a parenthesis is not closed.
@@ -138,19 +107,22 @@ class _Scanner:
         while self._at < len(self._script):
             if self._word is None and not self._words and self._array is None:
                 self._start = self._line
-            is_end = self._step(self._script[self._at :])
-            if is_end and self._words:
-                yield self._start, self._words
-                self._words = []
+            line, end = self._line, self._step(self._script[self._at :])
+            if end is not None and self._words:
+                yield Command(self._start, self._words, end)
+                self._words, self._begins_pattern = [], False
+            if end is not None and ";;" in end:
+                yield Command(line, [[Part(";;")]], "\n")
+                self._begins_pattern = True
         if self._array is not None:
             told = "the array that begins here has no closing parenthesis"
             raise ConfigError(f"{self._source}, line {self._start}: {told}")
         self._close()
         if self._words:
-            yield self._start, self._words
+            yield Command(self._start, self._words, "")
 
-    def _step(self, rest: str) -> bool:
-        """Reads what begins here, and returns whether it ends a command.
+    def _step(self, rest: str) -> str | None:
+        """Reads what begins here, and returns what ends a command, if it does.
 
         Args:
             rest: the script from here on.
@@ -163,20 +135,25 @@ class _Scanner:
                 self._take(comment.end())
         elif sign == "#" and word is None:
             self._take(len(rest.partition("\n")[0]))
-        elif sign in " \t\r" or (sign == "\n" and self._array is not None):
+        elif sign in " \t\r" or (sign == "\n" and (self._array is not None or self._in_test)):
             self._close()
             self._take(1)
-        elif sign == "(" and word and _ASSIGNED.fullmatch(word[-1].text) and word[-1].text.endswith("="):
-            self._words.append([*word, _Part("", "()")])
+        elif sign in "&|()<>" and self._in_test:
+            self._close()
+            self._word = [Part((re.match(r"&&|\|\|", rest) or [sign])[0])]
+            self._take(len(self._word[0].text))
+            self._close()
+        elif sign == "(" and word and ASSIGNED.fullmatch(word[-1].text) and word[-1].text.endswith("="):
+            self._words.append([*word, Part("", "()")])
             self._word, self._array = None, []
             self._take(1)
         elif sign == ")" and self._array is not None:
             self._close()
-            self._words[-1] += [part for each in self._array for part in (_Part("", "("), *each)]
+            self._words[-1] += [part for each in self._array for part in (Part("", "("), *each)]
             self._array = None
             self._take(1)
         elif sign == "(" and word is None and not self._words:
-            self._depth += 1
+            self._depth += not self._begins_pattern
             self._take(1)
         elif text := re.match(r"<<-?[ \t]*(['\"]?)([A-Za-z_]\w*)\1", rest):
             self._close()
@@ -190,11 +167,17 @@ class _Scanner:
             self._take(redirection.end())
         elif sign in _ENDS or (sign == ")" and self._depth):
             self._depth -= sign == ")"
-            self._end(rest)
-            return True
+            return self._end(rest)
         else:
             self._take_piece(rest)
-        return False
+        return None
+
+    @property
+    def _in_test(self) -> bool:
+        """Whether a condition in ``[[ ]]`` is open, in which signs that end commands mean something else."""
+        words = [word[0].text if len(word) == 1 and not word[0].quote else "" for word in self._words]
+        begin = next((i for i, word in enumerate(words) if word not in _BEFORE_TESTS), len(words))
+        return words[begin : begin + 1] == ["[["] and "]]" not in words and self._word != [Part("]]")]
 
     def _take(self, length: int) -> None:
         """Moves on by so many characters."""
@@ -208,27 +191,29 @@ class _Scanner:
         self._is_target = self._is_target and self._word is None
         self._word = None
 
-    def _end(self, rest: str) -> None:
-        """Ends a command; the texts that begin behind its line become words of it."""
+    def _end(self, rest: str) -> str:
+        """Ends a command and returns by what; the texts that begin behind its line become words of it."""
         self._close()
         self._is_target = False
-        length = 1
+        end = re.match(r"&&|\|[|&]|;;&?|;&|.", rest, re.DOTALL)[0]
+        length = len(end)
         if rest[0] == "\n" and self._texts:
             pattern = "".join(rf"\n((?:.*\n)*?)\t*{end}(?=\n|\Z)" for end, _ in self._texts)
             if passed := re.match(pattern, rest):
                 quotes = [quote for _, quote in self._texts]
                 texts = zip(passed.groups(), quotes, strict=True)
-                self._words += [[_Part(text, _TEXT + quote)] for text, quote in texts]
+                self._words += [[Part(text, TEXT + quote)] for text, quote in texts]
                 length = passed.end()
             self._texts = []
         self._take(length)
+        return end
 
     def _take_piece(self, rest: str) -> None:
         """Adds a piece to the word."""
         taken, quote, text = _piece(rest)
         if taken is None:
             raise ConfigError(f"{self._source}, line {self._line}: No closing quotation")
-        self._word = [*(self._word or []), _Part(text, quote)]
+        self._word = [*(self._word or []), Part(text, quote)]
         self._take(taken)
 
 
@@ -272,21 +257,26 @@ def _end(rest: str, opening: str) -> int | None:
     return None
 
 
-def _expanded(
-    parts: Sequence[_Part], variables: Mapping[str, str], arrays: Mapping[str, Sequence[str]]
+def expanded(
+    parts: Sequence[Part], variables: Mapping[str, str], arrays: Mapping[str, Sequence[str]]
 ) -> list[str]:
     """The words that a word of a command stands for: variables without quotes are split, arrays are spliced in."""
     words = [""]
     is_given = False
     for part in parts:
         named = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", part.text)
-        if named and part.quote != "'" and named[1] in arrays:
-            first, *more = [*arrays[named[1]]] or [""]
+        if named and part.quote != "'" and named[1] not in variables:
+            values = arrays.get(named[1], ())
+            first, *more = [*values] or [""]
             words[-1] += first
             words += more
-            is_given = is_given or bool(arrays[named[1]])
+            is_given = is_given or bool(values)
             continue
-        if part.quote != "'" and re.fullmatch(r"\$[@*]", part.text):  # the script's own arguments
+        if part.quote != "'" and re.fullmatch(r"\$[@*]|\$\{[@*]\}", part.text):  # of a function; the script has none
+            first, *more = [*arrays.get("@", ())] or [""]
+            words[-1] += first
+            words += more
+            is_given = is_given or bool(arrays.get("@"))
             continue
         text = _value(part, variables)
         if part.quote or text == part.text or _is_quoted_default(part.text, variables):
@@ -300,44 +290,39 @@ def _expanded(
     return words if is_given else []
 
 
-def _assign(
-    assigned: re.Match[str], parts: Sequence[_Part], variables: dict[str, str], arrays: dict[str, Sequence[str]]
+def assign(
+    assigned: re.Match[str], parts: Sequence[Part], variables: dict[str, str], arrays: dict[str, Sequence[str]]
 ) -> None:
     """Sets the variable or the array that a word sets."""
     name, adds, begun = assigned[1], assigned[2], assigned[3]
     if len(parts) > 1 and parts[1].quote == "()":
-        inner: list[list[_Part]] = []
+        inner: list[list[Part]] = []
         for part in parts[2:]:
             if part.quote == "(":
                 inner.append([])
             else:
                 inner[-1].append(part)
-        values = [word for each in inner for word in _expanded(each, variables, arrays)]
+        values = [word for each in inner for word in expanded(each, variables, arrays)]
         arrays[name] = [*(arrays.get(name, ()) if adds else ()), *values]
         return
-    whole = [_Part(begun), *parts[1:]]
+    whole = [Part(begun), *parts[1:]]
     text = "".join(_value(part, variables) for part in whole)
     variables[name] = (variables.get(name, "") if adds else "") + text
 
 
-def _value(part: _Part, variables: Mapping[str, str]) -> str:
+def _value(part: Part, variables: Mapping[str, str]) -> str:
     """What a piece of a word stands for."""
-    return part.text if part.quote == "'" else _filled(part.text, variables)
+    return part.text if part.quote == "'" else filled(part.text, variables)
 
 
-def _defaults(given: Sequence[Sequence[_Part]], variables: Mapping[str, str]) -> dict[str, str]:
+def defaults(given: Sequence[Sequence[Part]], variables: Mapping[str, str]) -> dict[str, str]:
     """The variables that ``: ${NAME:=value}`` sets, or that are set already."""
     texts = [part.text for parts in given for part in parts if part.quote != "'"]
     found = [match for text in texts for match in _VARIABLE.finditer(text) if (match[2] or "").endswith("=")]
-    return {match[1]: _filled(match[0], variables) for match in found}
+    return {match[1]: filled(match[0], variables) for match in found}
 
 
-def _read(part: _Part, variables: Mapping[str, str]) -> str:
-    """A text that is passed on by ``<<``, as the variable that ``read`` puts it into."""
-    return part.text if part.quote != _TEXT else _filled(part.text.replace("\\\n", ""), variables)
-
-
-def _filled(word: str, variables: Mapping[str, str]) -> str:
+def filled(word: str, variables: Mapping[str, str]) -> str:
     """A word with the values of its variables and sums, and of commands in it that print a path."""
     if "$(" in word.replace("$((", ""):
         pieces, at = [], 0
@@ -356,10 +341,10 @@ def _filled(word: str, variables: Mapping[str, str]) -> str:
         own = variables.get(name)
         is_set = bool(own) if ":" in sign else own is not None
         if sign[-1:] not in ("-", "=", "+"):
-            return _changed(own, sign, _filled(other, variables)) if is_set else match[0]
+            return _changed(own, sign, filled(other, variables)) if is_set else match[0]
         if is_set != (sign[-1] == "+"):
             return own or ""
-        return _filled(re.sub(r"(['\"])(.*?)\1", r"\2", other), variables)
+        return filled(re.sub(r"(['\"])(.*?)\1", r"\2", other), variables)
 
     return _SUM.sub(lambda match: _sum(match, variables), _VARIABLE.sub(value, word))
 
@@ -368,8 +353,8 @@ def _printed(command: str, variables: Mapping[str, str]) -> str | None:
     """The path that a command prints, if it only names the present folder or changes other paths; else None."""
     try:
         found = [
-            [word for parts in given for word in _expanded(parts, variables, {})]
-            for _, given in _Scanner(command, "").commands()
+            [word for parts in each.words for word in expanded(parts, variables, {})]
+            for each in Scanner(command, "").commands()
         ]
     except ConfigError:
         return None

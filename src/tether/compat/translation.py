@@ -26,6 +26,8 @@ OF_ONE_PROCESS = (
     "train.rollout_batch_size, or train.batch_size, by their number."
 )
 """A sentence for systems whose batch sizes are per process, if the number of processes is unknown."""
+_UNDECIDED = re.compile(r"\$\{(\w+)\?(\d+)\}")
+"""What stands for a variable that a condition decides, with its line."""
 _SECRET = re.compile(r"hub_token$|api_key$|secret|webhook|^use_wandb$|wandb\.key$")
 
 
@@ -153,9 +155,11 @@ class Translator:
         value = self.given.get(key)
         unset = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, Unset)]
         if unset:
-            is_run = any("$(" in each for each in unset)
+            is_run, line = any("$(" in each for each in unset), next(filter(None, map(_UNDECIDED.search, unset)), None)
             why = "only a shell can run that command" if is_run else "the script does not set that variable"
-            self.refuse(key, f"{why}: write its value, or set it in a line above")
+            if line is not None:
+                why = f"line {line[2]} holds a condition that only a shell knows, which decides it"
+            self.refuse(key, f"{why}: write its value, or set it in a line {'above' if line is None else 'below'}")
             return default
         return self.defaults.get(key, default) if value is None else value
 
@@ -458,7 +462,7 @@ class Translator:
         return f"{self.name(key)}: {self._value(key)}"
 
     def _value(self, key: str) -> str:
-        return "…" if _SECRET.search(key) else keys.shown(self.given[key])
+        return "…" if _SECRET.search(key) else _UNDECIDED.sub(r"$\1", keys.shown(self.given[key]))
 
 
 def _boolean(value: Any) -> Any:

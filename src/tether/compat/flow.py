@@ -1,0 +1,400 @@
+"""Follows a shell script as far as a launch needs it: branches, loops, functions and scripts that it reads in.
+
+Nothing is run, so what a test of files or the output of a command says is unknown. A script is read as if it had no
+arguments and its variables came from nowhere else.
+
+    condition holds            the branch counts
+    condition does not hold    its commands come last, each with a note, and set no variables for what follows
+    unknown                    its commands count; what it sets is unknown behind it
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from tether.compat.shell import ASSIGNED, TEXT, Command, Part, Scanner, assign, defaults, expanded, filled
+from tether.errors import ConfigError
+
+_SETS = ("export", "set", "cd", "echo", "declare", "local", "readonly", "typeset", "unset", "exit", "return", "trap")
+"""Commands that start nothing; some of them set variables."""
+_SHELLS = ("bash", "sh", "zsh")
+"""Programs that run a script that they are given as a word."""
+_TESTS = ("[", "[[", "test")
+_ASKS = ("grep", "command", "which", "type", "diff", "cmp", "pgrep", "nvidia-smi", "ls")
+"""Commands that scripts run to see whether they succeed."""
+_COMPARED = {
+    "-eq": int.__eq__, "-ne": int.__ne__, "-lt": int.__lt__, "-le": int.__le__, "-gt": int.__gt__, "-ge": int.__ge__,
+}  # fmt: skip
+_DEEPEST = 16
+"""Number of functions and scripts that call each other before no further ones are followed."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A command that starts something."""
+
+    line: int
+    """Number of its first line."""
+    words: Sequence[str]
+    variables: Mapping[str, str]
+    """The variables then."""
+    notes: Sequence[str] = ()
+    """Under which condition it runs, and in which round of a loop, one sentence each."""
+    is_reached: bool = True
+    """Whether no condition around it is known not to hold."""
+
+
+_Steps = Generator[Found, None, Any]
+
+
+def commands(script: str, source: str) -> Iterator[Found]:
+    """The commands of a script that start something, in the order in which it reaches them.
+
+    Pipes, redirections, ``&`` and parentheses around it end a command; a trailing backslash, an open quote or an open
+    array continues it. Texts that a script passes on by ``<<`` are left out, unless ``read`` puts them into a variable.
+    Variables and arrays that are set in the script and HOME are expanded, and so are sums of whole numbers, ``$((…))``;
+    others are left as they are, except the arguments of the script, which are left out. Of a loop, the first round is
+    read.
+
+    Raises:
+        ConfigError: a quote or a parenthesis is not closed.
+    """
+    reader = _Reader(source)
+    yield from reader.block(deque(Scanner(script, source).commands()))
+    for body in reader.functions.values():
+        if not any(body is each for each in reader.called):
+            yield from reader.branch(reader.call(body, ()), False, body[0].line)
+
+
+@dataclass
+class _Reader:
+    """What a script has set so far."""
+
+    source: str
+    variables: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, Sequence[str]] = field(default_factory=dict)
+    functions: dict[str, Sequence[Command]] = field(default_factory=dict)
+    called: list[Sequence[Command]] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    is_reached: bool = True
+    depth: int = 0
+    end: str = ""
+    """What ended the last command."""
+
+    def __post_init__(self) -> None:
+        known = {"HOME": str(Path.home()), "PWD": str(Path.cwd()), "0": self.source, "BASH_SOURCE": self.source}
+        self.variables = self.variables or known
+
+    def block(self, rest: deque[Command], ends: Sequence[str] = ()) -> _Steps:
+        """Reads commands up to one of the words ``ends``; returns that word, and whether the last command succeeds."""
+        holds, operator = True, ""
+        while rest:
+            if (word := rest[0].keyword) in ends:
+                self._take_word(rest)
+                return word, holds
+            line, reached = rest[0].line, {"&&": holds, "||": _not(holds)}.get(operator, True)
+            found = yield from self.branch(self._command(rest), reached, line)
+            holds, operator = found if reached else holds if reached is False else None, self.end
+        return "", holds
+
+    def _take_word(self, rest: deque[Command]) -> None:
+        """Takes the first word of the next command, which is one of the shell's own."""
+        command = rest.popleft()
+        if command.words[1:]:
+            rest.appendleft(replace(command, words=command.words[1:]))
+        self.end = command.end
+
+    def branch(self, steps: _Steps, holds: bool | None, line: int, changed: dict[str, str] | None = None) -> _Steps:
+        """Follows steps that are taken if a condition holds.
+
+        Args:
+            line: where the condition is.
+            changed: collects the names whose values become unknown. Default: they do so at once.
+        """
+        if holds:
+            return (yield from steps)
+        before = dict(self.variables), dict(self.arrays)
+        notes, is_reached = self.notes, self.is_reached
+        if holds is False:
+            self.is_reached = False
+            self.notes = (*notes, f"The run is in a branch that the script, as it stands, does not take (line {line}).")
+        result = yield from steps
+        names = {} if changed is None else changed
+        if holds is None:
+            values = {name: value for name, value in self.variables.items() if value != before[0].get(name)}
+            names |= {name: "[*]" if re.search(r"(^|\s)--|=", value) else "" for name, value in values.items()}
+            names |= {name: "[@]" for name, words in self.arrays.items() if words != before[1].get(name)}
+        (self.variables, self.arrays), self.notes, self.is_reached = before, notes, is_reached
+        if changed is None:
+            self._forget(names, line)
+        return result
+
+    def _forget(self, names: Mapping[str, str], line: int) -> None:
+        """Makes values unknown; what stands for them names the line that decides them."""
+        for name, kind in names.items():
+            unknown = f"${{{name}{kind}?{line}}}"
+            if kind == "[@]":
+                self.arrays[name] = [*self.arrays.get(name, ()), unknown]
+            else:
+                self.variables[name] = f"{self.variables.get(name, '')} {unknown}".strip() if kind else unknown
+
+    def _command(self, rest: deque[Command]) -> _Steps:
+        """Reads a command, a branch or a loop; returns whether it succeeds, None if unknown."""
+        match rest[0].keyword:
+            case "if":
+                return (yield from self._if(rest))
+            case "case":
+                return (yield from self._case(rest))
+            case "for" | "select":
+                return (yield from self._for(rest))
+            case "while" | "until" as word:
+                return (yield from self._while(rest, until=word == "until"))
+            case "{":
+                self._take_word(rest)
+                return (yield from self.block(rest, ("}",)))[1]
+            case "!":
+                self._take_word(rest)
+                return _not((yield from self._command(rest)) if rest else True)
+            case "time" | "then" | "do" | "else" as word:
+                self._take_word(rest)
+                return (yield from self._command(rest)) if rest else True
+        if (name := rest[0].defines) is not None:
+            self._define(name, rest)
+            return True
+        command = rest.popleft()
+        self.end = command.end
+        return (yield from self._simple(command))
+
+    def _if(self, rest: deque[Command]) -> _Steps:
+        line, open_, changed, end = rest[0].line, True, {}, "elif"
+        while end == "elif":
+            if rest and rest[0].keyword == "if":
+                self._take_word(rest)
+            _, holds = yield from self.block(rest, ("then",))
+            end, _ = yield from self.branch(
+                self.block(rest, ("elif", "else", "fi")), _both(open_, holds), line, changed
+            )
+            open_ = _both(open_, _not(holds))
+        if end == "else":
+            yield from self.branch(self.block(rest, ("fi",)), open_, line, changed)
+        self._forget(changed, line)
+        return True
+
+    def _case(self, rest: deque[Command]) -> _Steps:
+        command = rest.popleft()
+        line, self.end = command.line, command.end
+        value = self._text(command.words[1]) if command.words[1:] else "$"
+        if command.words[3:]:
+            rest.appendleft(replace(command, words=command.words[3:]))
+        open_, changed, end = True, {}, ";;"
+        while rest and end == ";;" and rest[0].keyword != "esac":
+            holds = self._pattern(rest, value)
+            end, _ = yield from self.branch(
+                self.block(rest, (";;", "esac")), _both(open_, holds), line, changed
+            )
+            open_ = _both(open_, _not(holds))
+        if end == ";;" and rest:
+            self._take_word(rest)
+        self._forget(changed, line)
+        return True
+
+    def _pattern(self, rest: deque[Command], value: str) -> bool | None:
+        """Takes the patterns before a branch, ``a | b)``; whether one of them fits."""
+        fits: list[bool] = []
+        while rest:
+            command = rest.popleft()
+            parts, *words = command.words
+            is_last = parts[-1] == Part(")")
+            texts = [escape(part.text) if part.quote else self._text([part]) for part in parts if part != Part(")")]
+            fits.append(fnmatchcase(value, "".join(texts).removeprefix("(")))
+            if is_last:
+                if words:
+                    rest.appendleft(replace(command, words=words))
+                break
+        return None if "$" in value else any(fits)
+
+    def _for(self, rest: deque[Command]) -> _Steps:
+        """The first round of a loop."""
+        command = rest.popleft()
+        line, words = command.line, command.words[1:]
+        name = self._text(words[0]) if words else ""
+        listed = [word for parts in words[2:] for word in expanded(parts, self.variables, self.arrays)]
+        has_list = len(words) > 1 and self._text(words[1]) == "in"
+        while rest and rest[0].keyword != "do":
+            rest.popleft()
+        if rest:
+            self._take_word(rest)
+        notes = self.notes
+        if listed and not re.search(r"[$`{*?\[]", listed[0]):
+            self.variables[name] = listed[0]
+            if len(listed) > 1:
+                told = f"The run is that of the first round of the loop in line {line}, with {name} {listed[0]}."
+                self.notes = (*notes, told)
+        else:
+            self._forget({name: ""}, line)
+        yield from self.branch(self.block(rest, ("done",)), bool(listed) or not has_list, line)
+        self.notes = notes
+        return True
+
+    def _while(self, rest: deque[Command], *, until: bool) -> _Steps:
+        line = rest[0].line
+        self._take_word(rest)
+        _, holds = yield from self.block(rest, ("do",))
+        yield from self.branch(self.block(rest, ("done",)), _not(holds) if until else holds, line)
+        return True
+
+    def _define(self, name: str, rest: deque[Command]) -> None:
+        """Takes a function and keeps its commands."""
+        command = rest.popleft()
+        begin = next((i for i, parts in enumerate(command.words) if parts == [Part("{")]), None)
+        if begin is not None:
+            rest.appendleft(replace(command, words=command.words[begin:]))
+        body, depth = [], 0
+        while rest:
+            command = rest.popleft()
+            depth += (command.keyword == "{") - (command.keyword == "}")
+            body.append(command)
+            if depth == 0:
+                break
+        self.end, self.functions[name] = command.end, body
+
+    def _simple(self, command: Command) -> _Steps:
+        """A command without branches; whether it succeeds, None if unknown."""
+        passed = [parts[0] for parts in command.words if parts[0].quote.startswith(TEXT)]
+        given = [parts for parts in command.words if not parts[0].quote.startswith(TEXT)]
+        while given and (assigned := ASSIGNED.match(given[0][0].text)) and not given[0][0].quote:
+            assign(assigned, given.pop(0), self.variables, self.arrays)
+        if given and self._text(given[0]) in _TESTS:
+            return _holds([self._text(parts) for parts in given[1:] if parts not in ([Part("]")], [Part("]]")])])
+        words = [word for parts in given for word in expanded(parts, self.variables, self.arrays)]
+        name = words[0] if words else ":"
+        if (inner := _inner_script(words)) is not None:
+            yield from self._inner(inner, command.line, words)
+        elif name in self.functions:
+            yield from self.call(self.functions[name], words[1:])
+        elif name in ("source", ".") and words[1:]:
+            yield from self._read_in(words[1])
+        elif name in _SETS:
+            for parts in given[1:]:
+                if assigned := ASSIGNED.match(parts[0].text):
+                    assign(assigned, parts, self.variables, self.arrays)
+            if name == "cd":
+                self.variables.pop("PWD", None)
+        elif name == ":":
+            self.variables |= defaults(given[1:], self.variables)
+        elif name == "shift":
+            gone = int(words[1]) if words[1:] and words[1].isdecimal() else 1
+            self._set_arguments(list(self.arrays.get("@", ()))[gone:])
+        elif name == "read":
+            if passed:
+                text = passed[-1]
+                self.variables[words[-1]] = text.text if text.quote != TEXT else filled(
+                    text.text.replace("\\\n", ""), self.variables
+                )
+        elif name not in ("true", "false"):
+            yield Found(command.line, words, dict(self.variables), self.notes, self.is_reached)
+        return None if name in _ASKS else name != "false"
+
+    def _inner(self, script: str, line: int, words: Sequence[str]) -> _Steps:
+        """A script that a shell is given as a word; it sets nothing for what follows, unless by ``eval``."""
+        before = dict(self.variables), dict(self.arrays)
+        try:
+            found = list(Scanner(script, self.source).commands())
+        except ConfigError:  # no script, although it is given as one
+            yield Found(line, words, dict(self.variables), self.notes, self.is_reached)
+            return
+        yield from self.block(deque(replace(each, line=line + each.line - 1) for each in found))
+        if words[0] != "eval":
+            self.variables, self.arrays = before
+
+    def call(self, body: Sequence[Command], given: Sequence[str]) -> _Steps:
+        """A function with its arguments."""
+        if self.depth == _DEEPEST:
+            return
+        outer, end = self.arrays.get("@", ()), self.end
+        self.called.append(body)
+        self.depth += 1
+        self._set_arguments(given)
+        yield from self.block(deque(body))
+        self._set_arguments(outer)
+        self.depth -= 1
+        self.end = end
+
+    def _set_arguments(self, given: Sequence[str]) -> None:
+        self.arrays["@"] = given
+        for i in range(1, 10):
+            self.variables.pop(str(i), None)
+        self.variables |= {str(i + 1): word for i, word in enumerate(given[:9])}
+
+    def _read_in(self, path: str) -> _Steps:
+        """A script that this one reads in, if it is in the current folder or beside it."""
+        places = [place for place in (Path(path), Path(self.source).parent / path) if place.is_file()]
+        if places and self.depth < _DEEPEST:
+            self.depth, end = self.depth + 1, self.end
+            script = places[0].read_text(encoding="utf-8", errors="replace")
+            yield from self.block(deque(Scanner(script, str(places[0])).commands()))
+            self.depth, self.end = self.depth - 1, end
+
+    def _text(self, parts: Sequence[Part]) -> str:
+        """A word of a condition: a variable that is not set is empty."""
+        variables = _Empty(self.variables)
+        count = str(len(self.arrays.get("@", ())))
+        return "".join(
+            part.text if part.quote == "'" else filled(part.text.replace("$#", count), variables) for part in parts
+        )
+
+
+class _Empty(dict[str, str]):
+    """Variables, of which one that is not set is empty."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return super().get(key, "")
+
+
+def _inner_script(words: Sequence[str]) -> str | None:
+    """The script that a command gives a shell as a word (``srun … bash -c "…"``), or that ``eval`` runs."""
+    if words and words[0] == "eval":
+        return " ".join(words[1:])
+    for i, word in enumerate(words[:-2]):
+        if Path(word).name in _SHELLS and re.fullmatch(r"-[a-z]*c", words[i + 1]):
+            return words[i + 2]
+    return None
+
+
+def _not(holds: bool | None) -> bool | None:
+    return None if holds is None else not holds
+
+
+def _both(first: bool | None, second: bool | None) -> bool | None:
+    return False if False in (first, second) else None if None in (first, second) else True
+
+
+def _holds(words: Sequence[str]) -> bool | None:
+    """Whether the condition between brackets holds; None if only a shell knows."""
+    for operators, join in ((("||", "-o"), lambda a, b: _not(_both(_not(a), _not(b)))), (("&&", "-a"), _both)):
+        for i, word in enumerate(words):
+            if word in operators and i > 0:
+                return join(_holds(words[:i]), _holds(words[i + 1 :]))
+    if words[:1] == ["!"]:
+        return _not(_holds(words[1:]))
+    if any("$" in word or "`" in word for word in words):
+        return None
+    match words:
+        case [text] | ["-n", text]:
+            return text != ""
+        case ["-z", text]:
+            return text == ""
+        case [text, "=" | "==", pattern]:
+            return fnmatchcase(text, pattern)
+        case [text, "!=", pattern]:
+            return not fnmatchcase(text, pattern)
+        case [a, operator, b] if operator in _COMPARED and a.lstrip("-").isdecimal() and b.lstrip("-").isdecimal():
+            return _COMPARED[operator](int(a), int(b))
+    return None

@@ -40,6 +40,7 @@ def words(script, source="sub/launch.sh"):
         ("train() {\n  local m=$1; shift\n  python t.py --m $m \"$@\"\n}\ntrain org/a --b 1", ["--m org/a --b 1"]),
         ("function go {\n python t.py --m $1\n}\nM=x\ngo $M\ngo y", ["--m x", "--m y"]),
         ('main ()\n{\n python t.py --a ${2:-7} "$@"\n}\nmain "$@"', ["--a 7"]),
+        ("f() {\n f; f; g() { f; }\n g; python t.py --a 1\n}\nf", ["--a 1"]),
         ("unused() { python t.py --a 1; }\npython t.py --a 2", ["--a 2", "--a 1"]),
         ("if [ 1 = 2 ]; then A=1; python t.py --a $A; fi\nA=${A:-3}\npython t.py --a $A", ["--a 3", "--a 1"]),
         ("set -x\nset -euo pipefail\nexport A=${A:-default} B=${B:=b}\npython t.py --a $A \\\n  # no\n  --b $B",

@@ -32,8 +32,6 @@ _ASKS = ("grep", "command", "which", "type", "diff", "cmp", "pgrep", "nvidia-smi
 _COMPARED = {
     "-eq": int.__eq__, "-ne": int.__ne__, "-lt": int.__lt__, "-le": int.__le__, "-gt": int.__gt__, "-ge": int.__ge__,
 }  # fmt: skip
-_DEEPEST = 16
-"""Number of functions and scripts that call each other before no further ones are followed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def commands(script: str, source: str) -> Iterator[Found]:
     """
     reader = _Reader(source)
     yield from reader.block(deque(Scanner(script, source).commands()))
-    for body in reader.functions.values():
+    for body in list(reader.functions.values()):
         if not any(body is each for each in reader.called):
             yield from reader.branch(reader.call(body, ()), False, body[0].line)
 
@@ -84,7 +82,8 @@ class _Reader:
     called: list[Sequence[Command]] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     is_reached: bool = True
-    depth: int = 0
+    active: list[Any] = field(default_factory=list)
+    """Functions and scripts that are being read, which are not followed again."""
     end: str = ""
     """What ended the last command."""
 
@@ -263,7 +262,9 @@ class _Reader:
             body.append(command)
             if depth == 0:
                 break
-        self.end, self.functions[name] = command.end, body
+        self.end = command.end
+        if body:
+            self.functions[name] = body
 
     def _simple(self, command: Command) -> _Steps:
         """A command without branches; whether it succeeds, None if unknown."""
@@ -316,15 +317,15 @@ class _Reader:
 
     def call(self, body: Sequence[Command], given: Sequence[str]) -> _Steps:
         """A function with its arguments."""
-        if self.depth == _DEEPEST:
+        self.called.append(body)
+        if any(body is each for each in self.active):
             return
         outer, end = self.arrays.get("@", ()), self.end
-        self.called.append(body)
-        self.depth += 1
+        self.active.append(body)
         self._set_arguments(given)
         yield from self.block(deque(body))
         self._set_arguments(outer)
-        self.depth -= 1
+        self.active.pop()
         self.end = end
 
     def _set_arguments(self, given: Sequence[str]) -> None:
@@ -336,11 +337,13 @@ class _Reader:
     def _read_in(self, path: str) -> _Steps:
         """A script that this one reads in, if it is in the current folder or beside it."""
         places = [place for place in (Path(path), Path(self.source).parent / path) if place.is_file()]
-        if places and self.depth < _DEEPEST:
-            self.depth, end = self.depth + 1, self.end
+        if places and places[0].resolve() not in self.active:
+            end = self.end
+            self.active.append(places[0].resolve())
             script = places[0].read_text(encoding="utf-8", errors="replace")
             yield from self.block(deque(Scanner(script, str(places[0])).commands()))
-            self.depth, self.end = self.depth - 1, end
+            self.active.pop()
+            self.end = end
 
     def _text(self, parts: Sequence[Part]) -> str:
         """A word of a condition: a variable that is not set is empty."""

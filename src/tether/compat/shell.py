@@ -165,7 +165,7 @@ class Scanner:
             self._close()
             self._is_target = True
             self._take(redirection.end())
-        elif sign in _ENDS or (sign == ")" and self._depth):
+        elif (sign in _ENDS and self._array is None) or (sign == ")" and self._depth):
             self._depth -= sign == ")"
             return self._end(rest)
         else:

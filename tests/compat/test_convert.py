@@ -287,6 +287,36 @@ class TestToOurs:
         other = converted(written(tmp_path, "ours.yaml", made), "openrlhf")
         assert "# dropped, rewards.0.arguments: {scale: 0.5, mode: strict," in other
 
+    @pytest.mark.parametrize(
+        ("more", "cap", "said"),
+        [
+            ("--enable_vllm_is_correction", 5.0, "they are at least 0.5"),
+            ("--vllm_enable_is_correction --vllm_is_truncated_threshold 0 3", 3.0, ""),
+            ("--enable_vllm_is_correction --vllm_is_truncated_threshold 2", 2.0, ""),
+            ("--enable_vllm_is_correction --use_icepop", None, "# dropped, use_icepop: true: weights are truncated h"),
+            ("--enable_vllm_is_correction --vllm_is_correction_type icepop", None,
+             "# dropped, vllm_is_correction_type: icepop: weights are truncated here"),
+            ("--vllm_is_truncated_threshold 1 5", None, "vllm_is_truncated_threshold: [1, 5]: there are no weights"),
+        ],
+    )  # fmt: skip
+    def test_openrlhfs_weights_of_tokens_that_vllm_drew_in_earlier_releases(self, tmp_path, more, cap, said):
+        made = converted(written(tmp_path, "l.sh", f"{OPENRLHF_OLD.strip()} {more}\n"))
+        assert parse_config(made).importance_cap == cap
+        assert said in made and "is_correction: true: it has" not in made
+
+    @pytest.mark.parametrize("key", ["--async_train", "--train.async_enable", "--partial_rollout", "--vllm_is_level a"])
+    def test_what_makes_openrlhfs_answers_those_of_an_earlier_policy_is_dropped(self, tmp_path, key):
+        made = converted(written(tmp_path, "l.sh", f"{OPENRLHF_OLD.strip()} {key}\n"))
+        assert f"# dropped, {key.removeprefix('--').split()[0]}: " in made
+
+    def test_verls_keys_of_megatron(self, tmp_path):
+        actor = "actor_rollout_ref.actor"
+        words = f"{actor}.optim.clip_grad=0.3 actor_rollout_ref.nccl_timeout=1200 +actor_rollout_ref.rollout.multi_turn="
+        words += f"False +{actor}.optim.override_optimizer_config.optimizer_cpu_offload=True"
+        made = converted(written(tmp_path, "l.sh", VERL.replace(" $@", f" {words}")))
+        assert parse_config(made).train.max_grad_norm == 0.3
+        assert "# dropped" not in made and "nccl_timeout: 1200" in made and "optimizer_cpu_offload: true" in made
+
     def test_verls_keys_that_change_a_result_are_never_ignored(self, tmp_path):
         changed = {
             "actor_rollout_ref.rollout.do_sample": (True, False), "actor_rollout_ref.rollout.ignore_eos": (False, True),
@@ -650,7 +680,7 @@ class TestToOurs:
         assert (given.lr_scheduler_type, given.lr_scheduler_kwargs) == ("cosine_with_min_lr", {"min_lr_rate": 0.1})
         assert train(f"{optim}warmup_style=cosine{optim}min_lr_ratio=0.0").lr_scheduler_type == "cosine"
 
-    @pytest.mark.parametrize("name", ["--config-name=mine", "--config-path . --config-name 'mine'"])
+    @pytest.mark.parametrize("name", ["--config-name=mine", "--config mine", "--config-path . --config-name 'mine'"])
     def test_a_configuration_file_that_verl_is_given_is_named(self, tmp_path, name):
         made = converted(written(tmp_path, "launch.sh", VERL.replace("main_ppo", f"main_ppo {name}")))
         assert "# The values in the file mine are not read, only those that the script gives" in made
@@ -754,6 +784,23 @@ class TestToOurs:
             wanted = wanted.model_copy(update={"train": wanted.train.model_copy(update={"rollout_batch_size": size})})
         assert parse_config(made) == wanted
         assert ("# Their batch size is that of one process" in made) is (form != "deepspeed")
+
+    def test_a_file_that_the_script_writes_itself_is_read(self, tmp_path):
+        text = PPO.replace("output_dir: saves/", "output_dir: ${OUT}/")
+        script = f"OUT=saves\ncat > conf/ppo.yaml <<EOF\n{text}EOF\nllamafactory-cli train conf/ppo.yaml\n"
+        made = converted(written(tmp_path, "launch.sh", script))
+        assert parse_config(made) == parse_config(converted(written(tmp_path, "same.yaml", PPO)))
+        script = script.replace("cat > conf/ppo.yaml <<EOF", "cat <<'EOF' >conf/ppo.yaml")
+        with pytest.raises(ConfigError, match=r"output_dir: got \$\{OUT\}/.*; the script does not set that variable"):
+            converted(written(tmp_path, "l.sh", script))
+        settings = "tee acc.yaml <<< no\ncat <<E >acc.yaml\nnum_processes: 3\nE\n"
+        launch = TRL.replace("deepspeed_zero3.yaml", "acc.yaml")
+        assert parse_config(converted(written(tmp_path, "t.sh", settings + launch))).train.rollout_batch_size == 192
+
+    def test_what_would_be_sharded_on_several_devices_is_said(self, tmp_path):
+        made = converted(written(tmp_path, "their.yaml", f"{SFT}deepspeed: ds_z3.json\n"))
+        assert "there is nothing to shard; on several the launcher sets it: accelerate launch --use_deepspeed " in made
+        assert "--deepspeed_config_file ds_z3.json --num_processes N -m tether sft" in made
 
     def test_what_the_launcher_shards_is_said_and_a_name_of_the_shell_dropped(self, tmp_path):
         options = " ".join(f"--{key} {str(value)!r}" for key, value in yaml.safe_load(RM).items())

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tether.compat import llamafactory, openrlhf, trl_arguments, verl
-from tether.compat.launch import CLI, Launch, config_file, flat, launcher, launches, options, overrides, processes
+from tether.compat.launch import (
+    CLI,
+    Launch,
+    as_unset,
+    config_file,
+    flat,
+    launcher,
+    launches,
+    options,
+    overrides,
+    processes,
+)
 from tether.compat.translation import OF_ONE_PROCESS, Translation
 from tether.config import text
 from tether.config.launched import num_processes, planned
@@ -118,7 +130,7 @@ def _of_llamafactory(launch: Launch, script: Path) -> tuple[str, Translation]:
     if file is None:
         given = options(words, where)
     else:
-        given = _beside(file, script, where, "LLaMA-Factory") | overrides(words[1:], where)
+        given = _beside(file, script, where, "LLaMA-Factory", launch.files) | overrides(words[1:], where)
     count = _processes(launch, script)
     with planned(count or 1):
         command, translation = llamafactory.translated(where, given, {}, to_file=True)
@@ -129,7 +141,7 @@ def _processes(launch: Launch, script: Path) -> int | None:
     """As ``processes``, with the file that accelerate is given, if it is there."""
     file = config_file(launch)
     found = None if file is None else _place(file, script)
-    settings = None if found is None else _data(found)
+    settings = None if file is None else _written(launch.files, file) if found is None else _data(found)
     return processes(launch, settings if isinstance(settings, dict) else None)
 
 
@@ -138,14 +150,26 @@ def _place(file: str, script: Path) -> Path | None:
     return next((place for place in (Path(file), script.parent / file) if place.is_file()), None)
 
 
-def _beside(file: str, script: Path, where: str, system: str) -> dict[str, Any]:
+def _written(files: Mapping[str, str], file: str) -> Any:
+    """What a script itself has written to a file; None if it has not, or it is not YAML."""
+    try:
+        data = text.parse(files.get(file, "")).data
+    except text.TextError:
+        return None
+    return {key: as_unset(value) for key, value in data.items()} if isinstance(data, dict) else None
+
+
+def _beside(file: str, script: Path, where: str, system: str, files: Mapping[str, str]) -> dict[str, Any]:
     """The keys and values of a YAML file that a launch names.
 
     Args:
         where: place of the launch, for messages.
         system: whose file it is, for messages.
+        files: what the script writes itself.
     """
-    found = _place(file, script)
+    found, own = _place(file, script), _written(files, file)
+    if isinstance(own, dict):
+        return own
     if found is None:
         raise ConfigError(f"{where}: there is no file {file}, in the current folder or beside the script")
     given = _data(found)
@@ -166,7 +190,7 @@ def _launched(launch: Launch, path: Path) -> Translation | None:
     """The run that a command line of the script ``path`` starts, if its system is supported."""
     source = str(path)
     if _is_verl(launch):
-        named = re.search(r"--config-name[ =](?!ppo_trainer(?:\.yaml)?(?: |$))(\S+)", " ".join(launch.words))
+        named = re.search(r"--config(?:-name)?[ =](?!ppo_trainer(?:\.yaml)?(?: |$))(\S+)", " ".join(launch.words))
         return verl.translated(source, overrides(launch.words, source), file=None if named is None else named[1])
     if not any(word.startswith("--") for word in launch.words):
         return None
@@ -179,7 +203,7 @@ def _launched(launch: Launch, path: Path) -> Translation | None:
     script = re.split(r"[/ ]", launch.program)[-1]
     if script.startswith("ppo") or {"sft_model_path", "reward_model_path"} & given.keys():
         if isinstance(file := given.pop("config", None), str):  # of TrlParser; options take precedence
-            given = _beside(file, path, f"{source}, line {launch.line}", "TRL") | given
+            given = _beside(file, path, f"{source}, line {launch.line}", "TRL", launch.files) | given
         words = [*launch.program.split(), *launch.words]  # a launcher's options may stand before the script
         script = next((word for word in words if word.endswith(".py")), "")
         translation = trl_arguments.translated(source, given, script, _processes(launch, path))

@@ -19,7 +19,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from tether.compat.shell import ASSIGNED, TEXT, Command, Part, Scanner, assign, defaults, expanded, filled
+from tether.compat.shell import ASSIGNED, FILE, TEXT, Command, Part, Scanner, assign, defaults, expanded, filled
 from tether.errors import ConfigError
 
 _SETS = ("export", "set", "cd", "echo", "declare", "local", "readonly", "typeset", "unset", "exit", "return", "trap")
@@ -43,6 +43,8 @@ class Found:
     words: Sequence[str]
     variables: Mapping[str, str]
     """The variables then."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """The texts that the script has written to files by then, by their names."""
     notes: Sequence[str] = ()
     """Under which condition it runs, and in which round of a loop, one sentence each."""
     is_reached: bool = True
@@ -79,6 +81,8 @@ class _Reader:
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, Sequence[str]] = field(default_factory=dict)
     functions: dict[str, Sequence[Command]] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    """The texts that it writes to files."""
     called: list[Sequence[Command]] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     is_reached: bool = True
@@ -269,7 +273,8 @@ class _Reader:
     def _simple(self, command: Command) -> _Steps:
         """A command without branches; whether it succeeds, None if unknown."""
         passed = [parts[0] for parts in command.words if parts[0].quote.startswith(TEXT)]
-        given = [parts for parts in command.words if not parts[0].quote.startswith(TEXT)]
+        written = [parts[1:] for parts in command.words if parts[0].quote == FILE]
+        given = [parts for parts in command.words if not parts[0].quote.startswith((TEXT, FILE))]
         while given and (assigned := ASSIGNED.match(given[0][0].text)) and not given[0][0].quote:
             assign(assigned, given.pop(0), self.variables, self.arrays)
         if given and self._text(given[0]) in _TESTS:
@@ -293,15 +298,21 @@ class _Reader:
         elif name == "shift":
             gone = int(words[1]) if words[1:] and words[1].isdecimal() else 1
             self._set_arguments(list(self.arrays.get("@", ()))[gone:])
-        elif name == "read":
-            if passed:
-                text = passed[-1]
-                self.variables[words[-1]] = text.text if text.quote != TEXT else filled(
-                    text.text.replace("\\\n", ""), self.variables
-                )
-        elif name not in ("true", "false"):
-            yield Found(command.line, words, dict(self.variables), self.notes, self.is_reached)
+        elif name == "read" and passed:
+            self.variables[words[-1]] = self._passed(passed[-1])
+        elif name in ("cat", "tee") and passed and (written or words[1:]):
+            path = self._text(written[-1]) if written else words[-1]
+            self.files[path] = self._passed(passed[-1])
+        elif name not in ("true", "false", "read"):
+            yield self._found(command.line, words)
         return None if name in _ASKS else name != "false"
+
+    def _found(self, line: int, words: Sequence[str]) -> Found:
+        return Found(line, words, dict(self.variables), dict(self.files), self.notes, self.is_reached)
+
+    def _passed(self, text: Part) -> str:
+        """A text that is passed on by ``<<``."""
+        return text.text if text.quote != TEXT else filled(text.text.replace("\\\n", ""), self.variables)
 
     def _inner(self, script: str, line: int, words: Sequence[str]) -> _Steps:
         """A script that a shell is given as a word; it sets nothing for what follows, unless by ``eval``."""
@@ -309,7 +320,7 @@ class _Reader:
         try:
             found = list(Scanner(script, self.source).commands())
         except ConfigError:  # no script, although it is given as one
-            yield Found(line, words, dict(self.variables), self.notes, self.is_reached)
+            yield self._found(line, words)
             return
         yield from self.block(deque(replace(each, line=line + each.line - 1) for each in found))
         if words[0] != "eval":

@@ -26,6 +26,8 @@ class Launch:
     """Number of its first line in the script."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The variables that the script has set before it."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """The texts that the script has written to files before it."""
     notes: Sequence[str] = ()
     """Under which condition it starts, one sentence each."""
 
@@ -56,7 +58,7 @@ def launches(script: str, source: str) -> list[Launch]:
         inner = words.index("--") + 1 if "--" in words else 0  # ray job submit … -- python …
         begin = max(inner, _script(words, inner) + 1)
         first = next((i for i in range(begin, len(words)) if _is_argument(words[i])), len(words))
-        found.append(Launch(" ".join(words[:first]), words[first:], each.line, each.variables, each.notes))
+        found.append(Launch(" ".join(words[:first]), words[first:], each.line, each.variables, each.files, each.notes))
     return found
 
 
@@ -233,6 +235,11 @@ def command(program: Sequence[str], words: Sequence[tuple[str, ...]]) -> str:
 def _unset(word: str) -> bool:
     """Whether the word still holds a shell's variable or command; ``${a.b}`` and ``${oc.select:…}`` are Hydra's."""
     return re.search(r"\$(\w|\{\w+(\[[@*]\])?(([#%/,^]|:?[-=+?])[^}]*)?\}|\()", word) is not None
+
+
+def as_unset(value: Any) -> Any:
+    """A value, which is marked if it still holds a shell's variable or command."""
+    return Unset(value) if isinstance(value, str) and _unset(value) else value
 
 
 def _value(word: str) -> Any:

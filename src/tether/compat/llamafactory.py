@@ -263,7 +263,8 @@ def _sharding(keys: Translator, stage: str, *, to_file: bool) -> None:
         elif given and num_processes() > 1:
             start = f"start {num_processes()} processes with {_launch_to_shard(key, given, stage)}"
             keys.refuse(key, f"the launcher sets it: remove this key and {start}")
-        keys.ignore("on one device there is nothing to shard", key)
+        several = f"; on several the launcher sets it: {_launch_to_shard(key, given, stage)}" if to_file else ""
+        keys.ignore(f"on one device there is nothing to shard{several}", key)
 
 
 def _launch_to_shard(key: str, given: Any, stage: str) -> str:
@@ -272,8 +273,8 @@ def _launch_to_shard(key: str, given: Any, stage: str) -> str:
     said = f"--use_deepspeed --deepspeed_config_file {file}"
     if key == "fsdp":
         said = f"--config_file examples/accelerate/{'fsdp2' if stage == 'ppo' else 'zero3'}.yaml"
-    command = "reward" if stage == "rm" else stage
-    return f"accelerate launch {said} --num_processes {num_processes()} -m tether {command} …"
+    command, count = "reward" if stage == "rm" else stage, num_processes() if num_processes() > 1 else "N"
+    return f"accelerate launch {said} --num_processes {count} -m tether {command} …"
 
 
 def _output(keys: Translator) -> None:

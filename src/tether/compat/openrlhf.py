@@ -123,6 +123,8 @@ OLD = {
     "disable_ds_ckpt": "ckpt.disable_ds", "max_ckpt_mem": "ckpt.max_mem", "wandb_project": "logger.wandb.project",
     "wandb_org": "logger.wandb.org", "wandb_group": "logger.wandb.group", "vllm_num_engines": "vllm.num_engines",
     "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization", "vllm_enable_sleep": "vllm.enable_sleep",
+    "enable_vllm_is_correction": CORRECTION[0], "vllm_enable_is_correction": CORRECTION[0],
+    "vllm_is_correction_type": CORRECTION[1], "vllm_is_truncated_threshold": CORRECTION[2],
     "enforce_eager": "vllm.enforce_eager", "colocate_all_models": "train.colocate_all",
 }  # fmt: skip
 """Spellings of releases before 0.11, and of the FSDP2 engine; ``prompt_max_len`` has no new spelling."""
@@ -147,14 +149,14 @@ DROPPED = {
 }  # fmt: skip
 """Keys that have no counterpart, by what to do instead."""
 CLUSTER = (
-    "vllm.", "vllm_", "ds.", "fsdp.", "fsdp2_", "deepspeed", "zero", "colocate", "train.colocate", "train.async",
-    "train.partial",
+    "vllm.", "vllm_sync_", "vllm_tensor_", "vllm_max_", "vllm_generate_", "ds.", "fsdp.", "fsdp2_", "deepspeed", "zero",
+    "colocate", "train.colocate",
 )  # fmt: skip
 """Beginnings of keys that affect only placement and speed on a cluster."""
 PLACES = ("num_nodes", "num_gpus_per_node", "offload", "adam_offload", "ref_reward_offload", "flash_attn", "bf16",
           "param_dtype", "local_rank", "use_ms", "enforce_eager", "enable_prefix_caching", "overlap_comm",
           "grad_accum_dtype", "attn_implementation", "use_liger_kernel", "dataloader_num_workers", "actor_init_on_gpu",
-          "gradient_checkpointing_use_reentrant", "ring_attn_size", "ring_head_stride", "async_train",
+          "gradient_checkpointing_use_reentrant", "ring_attn_size", "ring_head_stride",
           "disable_fast_tokenizer", "inference_tp_size", "max_tokens_per_gpu")  # fmt: skip
 """Last parts of such keys."""
 
@@ -326,7 +328,7 @@ def _their_weights(config: RunConfig) -> Iterator[tuple[str, Any]]:
 def _engine(keys: Translator) -> None:
     """vLLM, on the devices that train or on its own there, and the weights that correct its rounding."""
     if not any(key.startswith("vllm.") for key in keys.given):
-        keys.ignore("transformers generates the answers", *CORRECTION)
+        keys.ignore("transformers generates the answers", *CORRECTION, "use_icepop")
         return
     keys.put("sampling.vllm", {}, "vllm.num_engines")
     share, sleeps, eager = (f"vllm.{name}" for name in ("gpu_memory_utilization", "enable_sleep", "enforce_eager"))
@@ -337,16 +339,17 @@ def _engine(keys: Translator) -> None:
     keys.ignore("theirs is of devices on which nothing is trained", share, sleeps)
     keys.put("sampling.vllm.enforce_eager", keys.flag(eager), eager)
     enabled, kind, bounds = CORRECTION
-    is_on, is_truncated = keys.flag(enabled), keys.take(kind, "tis") == "tis"
-    low, high = keys.pair(bounds, (0.5, 5))
+    is_on, is_truncated = keys.flag(enabled), keys.take(kind, "tis") == "tis" and not keys.flag("use_icepop")
+    is_one = isinstance(keys.take(bounds), int | float)  # before 0.9
+    low, high = (0, keys.take(bounds)) if is_one else keys.pair(bounds, (0.5, 5))
     keys.put("ppo.importance_sampling_cap", high if is_on and is_truncated else None, enabled)
     if is_on and is_truncated:
         keys.covered(kind, bounds, by="ppo.importance_sampling_cap")
         if low > 0:
             keys.note(f"Weights have no lower bound here; in OpenRLHF they are at least {low:g}.")
     elif is_on:
-        keys.drop("weights are truncated here: set ppo.importance_sampling_cap", kind, bounds)
-    keys.ignore("there are no weights", kind, bounds)
+        keys.drop("weights are truncated here: set ppo.importance_sampling_cap", kind, "use_icepop", bounds)
+    keys.ignore("there are no weights", kind, "use_icepop", bounds)
 
 
 def _their_engine(config: RunConfig) -> Iterator[tuple[str, Any]]:

@@ -35,6 +35,8 @@ _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }  # fmt: skip
+FILE = ">"
+"""The quote of a word that names a file which a command writes."""
 TEXT = "<<"
 """The quote of a text that a script passes on by ``<<``; with a quote behind it, nothing in the text is expanded."""
 
@@ -95,8 +97,8 @@ class Scanner:
         """Whether a branch of ``case`` has just ended, so that a parenthesis begins a pattern."""
         self._texts: list[tuple[str, str]] = []
         """The lines that end the texts which begin at the end of this line, and the quotes around them."""
-        self._is_target = False
-        """Whether the next word is where a redirection leads to."""
+        self._target = ""
+        """The sign of a redirection to which the next word belongs."""
 
     def commands(self) -> Iterator[Command]:
         """The commands; ``;;`` behind a branch is one of its own.
@@ -163,7 +165,7 @@ class Scanner:
             if word and word[-1].text.isdecimal() and len(word) == 1:  # the 2 of 2>&1
                 self._word = None
             self._close()
-            self._is_target = True
+            self._target = redirection[0]
             self._take(redirection.end())
         elif (sign in _ENDS and self._array is None) or (sign == ")" and self._depth):
             self._depth -= sign == ")"
@@ -186,15 +188,18 @@ class Scanner:
 
     def _close(self) -> None:
         """Ends a word."""
-        if self._word is not None and not self._is_target:
+        if self._word is None:
+            return
+        if not self._target:
             (self._words if self._array is None else self._array).append(self._word)
-        self._is_target = self._is_target and self._word is None
-        self._word = None
+        elif self._target in (">", ">>", ">|"):
+            self._words.append([Part("", FILE), *self._word])
+        self._word, self._target = None, ""
 
     def _end(self, rest: str) -> str:
         """Ends a command and returns by what; the texts that begin behind its line become words of it."""
         self._close()
-        self._is_target = False
+        self._target = ""
         end = re.match(r"&&|\|[|&]|;;&?|;&|.", rest, re.DOTALL)[0]
         length = len(end)
         if rest[0] == "\n" and self._texts:
@@ -353,7 +358,7 @@ def _printed(command: str, variables: Mapping[str, str]) -> str | None:
     """The path that a command prints, if it only names the present folder or changes other paths; else None."""
     try:
         found = [
-            [word for parts in each.words for word in expanded(parts, variables, {})]
+            [word for parts in each.words if parts[0].quote != FILE for word in expanded(parts, variables, {})]
             for each in Scanner(command, "").commands()
         ]
     except ConfigError:

@@ -103,6 +103,7 @@ OLD = {
     "reward_model.model.path": "reward.reward_model.model_path",
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.reward_kwargs.": "reward.reward_kwargs.",
+    f"{ACTOR}.optim.clip_grad": f"{ACTOR}.grad_clip",
     f"{ACTOR}.optim.warmup_style": f"{ACTOR}.optim.lr_scheduler_type",
 }
 """Spellings of earlier releases; those with a dot at their end are beginnings."""
@@ -118,6 +119,10 @@ CLUSTER = tuple(
         ),
         "actor_rollout_ref.ref.": (
             "entropy_ fsdp_config. log_prob_ megatron. param_offload profiler. rollout_n strategy ulysses use_"
+        ),
+        f"{ACTOR}.optim.override_optimizer_config.": (
+            "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
+            "use_precision_aware_optimizer"
         ),
         f"{ACTOR}.": "checkpoint. fsdp_config. megatron. profiler. strategy ulysses use_torch_compile",
         f"{MODEL}.": "enable_activation_offload use_",
@@ -136,8 +141,9 @@ CLUSTER = tuple(
             "model.fsdp_config. model.input_tokenizer model.use_ n_gpus_per_node nnodes num_workers param_offload "
             "profiler. rollout. strategy ulysses use_dynamic_bsz use_reward_loop"
         ),
-        "": "actor_rollout_ref.hybrid_engine data.dataloader_num_workers data.filter_overlong_prompts_workers "
-            "data.use_shm global_profiler. model_engine ray_init. ray_kwargs. transfer_queue.",
+        "": "actor_rollout_ref.hybrid_engine actor_rollout_ref.nccl_timeout data.dataloader_num_workers "
+            "data.filter_overlong_prompts_workers data.use_shm global_profiler. model_engine ray_init. ray_kwargs. "
+            "transfer_queue.",
     }.items()
     for name in names.split()
 )  # fmt: skip
@@ -163,6 +169,7 @@ USUAL = {
     f"{ROLLOUT}.do_sample": (True, "answers are always drawn here"),
     f"{ROLLOUT}.ignore_eos": (False, "an end token ends an answer here: sampling.stop_token: null lets it continue"),
     f"{ROLLOUT}.repetition_penalty": (1, "answers are drawn from the policy's own distribution here"),
+    f"{ROLLOUT}.multi_turn": (False, "an answer is one turn here"),
     f"{ROLLOUT}.multi_turn.enable": (False, "an answer is one turn here"),
     "critic.model.lora_rank": (0, "a critic of kind model trains all its weights here"),
     "algorithm.norm_adv_by_std_in_grpo": (True, "ppo.advantage_estimator grpo divides by the standard deviation"),

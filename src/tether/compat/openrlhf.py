@@ -117,7 +117,8 @@ OLD = {
     "param_dtype": "ds.param_dtype", "packing_samples": "ds.packing_samples",
     "use_dynamic_batch": "train.dynamic_batch_enable", "train_max_tokens_per_gpu": "train.max_tokens_per_gpu",
     "use_wandb": "logger.wandb.key", "use_tensorboard": "logger.tensorboard_dir",
-    "ref_pretrain": "ref.model_name_or_path", "min_lr_ratio": "actor.min_lr_ratio",
+    "ref_pretrain": "ref.model_name_or_path", "policy_loss_type": "actor.policy_loss_type",
+    "min_lr_ratio": "actor.min_lr_ratio",
     "max_new_tokens": "rollout.max_new_tokens", "stop_properly_penalty_coef": "reward.stop_properly_penalty_coef",
     "agent_func_path": "train.agent_func_path", "ckpt_path": "ckpt.path", "save_hf_ckpt": "ckpt.save_hf",
     "disable_ds_ckpt": "ckpt.disable_ds", "max_ckpt_mem": "ckpt.max_mem", "wandb_project": "logger.wandb.project",
@@ -145,6 +146,10 @@ DROPPED = {
     "theirs is a factor: use ppo.missing_eos_penalty or ppo.missing_eos_score": ("reward.stop_properly_penalty_coef",),
     "name a Jinja file with the same text in data.chat_template, such as User: {{ messages[-1].content }}": (
         "data.input_template",
+    ),
+    "answers are those of the policy that is trained here, not of an earlier one": (
+        "async_train", "train.async_enable", "train.async_queue_size", "partial_rollout",
+        "train.partial_rollout_enable",
     ),
 }  # fmt: skip
 """Keys that have no counterpart, by what to do instead."""
@@ -418,6 +423,7 @@ def translated(source: str, options: Mapping[str, Any]) -> Translation:
         keys.drop(why, *names)
     keys.drop_unless(keys.take("actor.model_name_or_path"), "the reference is the policy that the run starts from",
                      "ref.model_name_or_path")  # fmt: skip
+    keys.drop_unless("ppo", "the loss is PPO's clipped one here", "actor.policy_loss_type")
     for key in given:
         if key.startswith(CLUSTER) or key.rpartition(".")[2] in PLACES or key.endswith(PLACES):
             keys.ignore("it affects only placement and speed on a cluster", key)

@@ -310,14 +310,16 @@ class TestToOurs:
         assert f"# dropped, {key.removeprefix('--').split()[0]}: " in made
 
     def test_openrlhfs_loss_is_dropped_unless_it_is_that_of_ppo(self, tmp_path):
-        for name, said in (("gspo", "# dropped, policy_loss_type: gspo: the loss is PPO's clipped one here"), ("ppo", "")):
+        dropped = "# dropped, policy_loss_type: gspo: the loss is PPO's clipped one here"
+        for name, said in (("gspo", dropped), ("ppo", "")):
             made = converted(written(tmp_path, "l.sh", f"{OPENRLHF_OLD.strip()} --policy_loss_type {name}\n"))
             assert said in made and ("policy_loss_type" in made) is bool(said)
 
     def test_verls_keys_of_megatron(self, tmp_path):
         actor = "actor_rollout_ref.actor"
         words = f"{actor}.optim.clip_grad=0.3 actor_rollout_ref.nccl_timeout=1200 "
-        words += f"+actor_rollout_ref.rollout.multi_turn=False +{actor}.optim.override_optimizer_config.optimizer_cpu_offload=True"
+        words += "+actor_rollout_ref.rollout.multi_turn=False "
+        words += f"+{actor}.optim.override_optimizer_config.optimizer_cpu_offload=True"
         made = converted(written(tmp_path, "l.sh", VERL.replace(" $@", f" {words}")))
         assert parse_config(made).train.max_grad_norm == 0.3
         assert "# dropped" not in made and "nccl_timeout: 1200" in made and "optimizer_cpu_offload: true" in made

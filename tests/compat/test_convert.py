@@ -726,7 +726,7 @@ class TestToOurs:
             ("M=\npython t.py --m ${M:-${N:-c}}", ["--m", "c"]),
             ('python t.py --d "$(cat "a b" | head -1)/c"', ["--d", '$(cat "a b" | head -1)/c']),
             ('MORE=()\npython t.py --a 1 "${MORE[@]}"', ["--a", "1"]),
-            ('MORE=()\nif x; then\n MORE+=(--b 2)\nfi\npython t.py --a 1 "${MORE[@]}"', ["--a", "1", "--b", "2"]),
+            ('MORE=()\nif true; then\n MORE+=(--b 2)\nfi\npython t.py --a 1 "${MORE[@]}"', ["--a", "1", "--b", "2"]),
             ("python t.py --a 1 \\", ["--a", "1"]),
             ("A=1\npython t.py --a $A --b '$A'", ["--a", "1", "--b", "$A"]),
             ("(cd a && python t.py --a 1)", ["--a", "1"]),

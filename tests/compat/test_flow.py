@@ -41,6 +41,13 @@ def words(script, source="sub/launch.sh"):
         ("function go {\n python t.py --m $1\n}\nM=x\ngo $M\ngo y", ["--m x", "--m y"]),
         ('main ()\n{\n python t.py --a ${2:-7} "$@"\n}\nmain "$@"', ["--a 7"]),
         ("f() {\n f; f; g() { f; }\n g; python t.py --a 1\n}\nf", ["--a 1"]),
+        ('A=(p "q r")\nN=1\npython t.py --a "${A[1]}" --b ${A[$N]} --c "${A[0]}-${#A[@]}" --d "${A[*]}"',
+         ["--a q r --b q r --c p-2 --d p q r"]),
+        ('declare -A M=( ["qwen"]="org/q" [llama]=org/l )\nK=llama\npython t.py --a ${M[$K]} --b "${M[qwen]}"',
+         ["--a org/l --b org/q"]),
+        ('A=(x)\nB="${A[0]}y"\npython t.py --a $B --b ${A[7]} --c ${C[1]}', ["--a xy --b ${A[7]} --c ${C[1]}"]),
+        ('set -- --b 1 "$@"\npython t.py --a 1 "$@" ${@:2}', ["--a 1 --b 1 1"]),
+        ("if false; then\n cat > f <<EOF\na: 1\nEOF\nfi\nf() { python t.py ${@:2}; }\nf no --a 1", ["--a 1"]),
         ("unused() { python t.py --a 1; }\npython t.py --a 2", ["--a 2", "--a 1"]),
         ("if [ 1 = 2 ]; then A=1; python t.py --a $A; fi\nA=${A:-3}\npython t.py --a $A", ["--a 3", "--a 1"]),
         ("set -x\nset -euo pipefail\nexport A=${A:-default} B=${B:=b}\npython t.py --a $A \\\n  # no\n  --b $B",
@@ -76,6 +83,7 @@ def test_a_script_that_is_read_in_sets_variables(tmp_path):
         "case $(hostname) in\n a) LR=1;;\n *) LR=2;;\nesac\npython t.py --lr $LR",
         "LR=3\n[ -d /data ] && LR=1\nX=$LR\npython t.py --lr $X",
         "for LR in $(seq 3); do\n python t.py --lr $LR\ndone",
+        "if python -c 'import vllm'; then LR=1; fi\npython t.py --lr $LR",
         "while grep -q a b; do LR=1; done\npython t.py --lr $LR",
     ],
 )
@@ -117,12 +125,12 @@ def test_hydras_words():
     given = [
         "a.b=1", "+a.c=x", "++a.d=[a, b]", "~a.e", "~a.f=2", "+a.g={x: 1, y: {z: t}}", "a.h='p=q'", "a.i={}",
         "a.j=\"['u', 'v w']\"", "group@a.k=mine", "hydra/launcher=slurm", "a.l=", "a.m=null", "a.n='[1, 2]'", "$EXTRA",
-        "a.o=$X", "a.p=1e-6", "a.q=it's",
+        "a.o=$X", "a.r=${A[1]}", "a.p=1e-6", "a.q=it's",
     ]  # fmt: skip
     assert overrides(given, "l.sh") == {
         "a.b": 1, "a.c": "x", "a.d": ["a", "b"], "~a.e": "removed", "~a.f": 2, "a.g.x": 1, "a.g.y.z": "t", "a.h": "p=q",
         "a.i": {}, "a.j": "['u', 'v w']", "group@a.k": "mine", "hydra/launcher": "slurm", "a.l": None, "a.m": None,
-        "a.n": "[1, 2]", "a.o": "$X", "a.p": 1e-6, "a.q": "it's",
+        "a.n": "[1, 2]", "a.o": "$X", "a.r": "${A[1]}", "a.p": 1e-6, "a.q": "it's",
     }  # fmt: skip
 
 

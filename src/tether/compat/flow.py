@@ -68,9 +68,9 @@ def commands(script: str, source: str) -> Iterator[Found]:
     """
     reader = _Reader(source)
     yield from reader.block(deque(Scanner(script, source).commands()))
-    for body in list(reader.functions.values()):
-        if not any(body is each for each in reader.called):
-            yield from reader.branch(reader.call(body, ()), False, body[0].line)
+    for name, body in list(reader.functions.items()):
+        if name not in reader.called:
+            yield from reader.branch(reader.call(name, ()), False, body[0].line)
 
 
 @dataclass
@@ -83,13 +83,16 @@ class _Reader:
     functions: dict[str, Sequence[Command]] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     """The texts that it writes to files."""
-    called: list[Sequence[Command]] = field(default_factory=list)
+    called: set[str] = field(default_factory=set)
+    """The functions that it calls."""
     notes: tuple[str, ...] = ()
     is_reached: bool = True
     active: list[Any] = field(default_factory=list)
     """Functions and scripts that are being read, which are not followed again."""
     end: str = ""
     """What ended the last command."""
+    is_guess: bool = False
+    """Whether it is only likely that the last command succeeds, as nothing goes wrong."""
 
     def __post_init__(self) -> None:
         known = {"HOME": str(Path.home()), "PWD": str(Path.cwd()), "0": self.source, "BASH_SOURCE": self.source}
@@ -124,7 +127,7 @@ class _Reader:
         if holds:
             return (yield from steps)
         before = dict(self.variables), dict(self.arrays)
-        notes, is_reached = self.notes, self.is_reached
+        files, notes, is_reached = dict(self.files), self.notes, self.is_reached
         if holds is False:
             self.is_reached = False
             self.notes = (*notes, f"The run is in a branch that the script, as it stands, does not take (line {line}).")
@@ -135,6 +138,7 @@ class _Reader:
             names |= {name: "[*]" if re.search(r"(^|\s)--|=", value) else "" for name, value in values.items()}
             names |= {name: "[@]" for name, words in self.arrays.items() if words != before[1].get(name)}
         (self.variables, self.arrays), self.notes, self.is_reached = before, notes, is_reached
+        self.files = files if holds is False else self.files
         if changed is None:
             self._forget(names, line)
         return result
@@ -175,12 +179,17 @@ class _Reader:
         self.end = command.end
         return (yield from self._simple(command))
 
+    def _condition(self, rest: deque[Command], end: str) -> _Steps:
+        """Whether the commands up to the word ``end`` succeed."""
+        _, holds = yield from self.block(rest, (end,))
+        return None if self.is_guess else holds
+
     def _if(self, rest: deque[Command]) -> _Steps:
         line, open_, changed, end = rest[0].line, True, {}, "elif"
         while end == "elif":
             if rest and rest[0].keyword == "if":
                 self._take_word(rest)
-            _, holds = yield from self.block(rest, ("then",))
+            holds = yield from self._condition(rest, "then")
             end, _ = yield from self.branch(
                 self.block(rest, ("elif", "else", "fi")), _both(open_, holds), line, changed
             )
@@ -249,7 +258,7 @@ class _Reader:
     def _while(self, rest: deque[Command], *, until: bool) -> _Steps:
         line = rest[0].line
         self._take_word(rest)
-        _, holds = yield from self.block(rest, ("do",))
+        holds = yield from self._condition(rest, "do")
         yield from self.branch(self.block(rest, ("done",)), _not(holds) if until else holds, line)
         return True
 
@@ -277,6 +286,7 @@ class _Reader:
         given = [parts for parts in command.words if not parts[0].quote.startswith((TEXT, FILE))]
         while given and (assigned := ASSIGNED.match(given[0][0].text)) and not given[0][0].quote:
             assign(assigned, given.pop(0), self.variables, self.arrays)
+        self.is_guess = False
         if given and self._text(given[0]) in _TESTS:
             return _holds([self._text(parts) for parts in given[1:] if parts not in ([Part("]")], [Part("]]")])])
         words = [word for parts in given for word in expanded(parts, self.variables, self.arrays)]
@@ -284,9 +294,11 @@ class _Reader:
         if (inner := _inner_script(words)) is not None:
             yield from self._inner(inner, command.line, words)
         elif name in self.functions:
-            yield from self.call(self.functions[name], words[1:])
+            yield from self.call(name, words[1:])
         elif name in ("source", ".") and words[1:]:
             yield from self._read_in(words[1])
+        elif name == "set" and "--" in words:
+            self._set_arguments(words[words.index("--") + 1 :])
         elif name in _SETS:
             for parts in given[1:]:
                 if assigned := ASSIGNED.match(parts[0].text):
@@ -304,6 +316,7 @@ class _Reader:
             path = self._text(written[-1]) if written else words[-1]
             self.files[path] = self._passed(passed[-1])
         elif name not in ("true", "false", "read"):
+            self.is_guess = True
             yield self._found(command.line, words)
         return None if name in _ASKS else name != "false"
 
@@ -326,15 +339,15 @@ class _Reader:
         if words[0] != "eval":
             self.variables, self.arrays = before
 
-    def call(self, body: Sequence[Command], given: Sequence[str]) -> _Steps:
+    def call(self, name: str, given: Sequence[str]) -> _Steps:
         """A function with its arguments."""
-        self.called.append(body)
-        if any(body is each for each in self.active):
+        self.called.add(name)
+        if name in self.active:
             return
         outer, end = self.arrays.get("@", ()), self.end
-        self.active.append(body)
+        self.active.append(name)
         self._set_arguments(given)
-        yield from self.block(deque(body))
+        yield from self.block(deque(self.functions[name]))
         self._set_arguments(outer)
         self.active.pop()
         self.end = end

@@ -234,7 +234,7 @@ def command(program: Sequence[str], words: Sequence[tuple[str, ...]]) -> str:
 
 def _unset(word: str) -> bool:
     """Whether the word still holds a shell's variable or command; ``${a.b}`` and ``${oc.select:…}`` are Hydra's."""
-    return re.search(r"\$(\w|\{\w+(\[[@*]\])?(([#%/,^]|:?[-=+?])[^}]*)?\}|\()", word) is not None
+    return re.search(r"\$(\w|\{#?\w+(\[[^\]]*\])?(([#%/,^]|:?[-=+?])[^}]*)?\}|\()", word) is not None
 
 
 def as_unset(value: Any) -> Any:

@@ -269,21 +269,14 @@ def expanded(
     words = [""]
     is_given = False
     for part in parts:
-        named = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", part.text)
-        if named and part.quote != "'" and named[1] not in variables:
-            values = arrays.get(named[1], ())
-            first, *more = [*values] or [""]
+        values = None if part.quote == "'" else _spliced(part.text, variables, arrays)
+        if values is not None:
+            first, *more = values or [""]
             words[-1] += first
             words += more
             is_given = is_given or bool(values)
             continue
-        if part.quote != "'" and re.fullmatch(r"\$[@*]|\$\{[@*]\}", part.text):  # of a function; the script has none
-            first, *more = [*arrays.get("@", ())] or [""]
-            words[-1] += first
-            words += more
-            is_given = is_given or bool(arrays.get("@"))
-            continue
-        text = _value(part, variables)
+        text = _value(part, variables, arrays)
         if part.quote or text == part.text or _is_quoted_default(part.text, variables):
             words[-1] += text
             is_given = is_given or bool(part.quote) or bool(text)
@@ -293,6 +286,33 @@ def expanded(
         words += more
         is_given = is_given or bool(text.strip())
     return words if is_given else []
+
+
+def _spliced(text: str, variables: Mapping[str, str], arrays: Mapping[str, Sequence[str]]) -> list[str] | None:
+    """The words of the array that a piece stands for; None if it does not stand for all of one. Those of a function's
+    arguments are under ``@``; the script has none."""
+    given = re.fullmatch(r"\$(?:[@*]|\{[@*](?::(\d+))?\})", text)
+    if given is not None:
+        return list(arrays.get("@", ()))[max(int(given[1] or 1) - 1, 0) :]
+    named = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", text)
+    return list(arrays.get(named[1], ())) if named is not None and named[1] not in variables else None
+
+
+def _indexed(text: str, variables: Mapping[str, str], arrays: Mapping[str, Sequence[str]]) -> str:
+    """A text with the elements of arrays, ``${NAME[1]}``, ``${NAME[key]}``, and their numbers, ``${#NAME[@]}``."""
+
+    def element(match: re.Match[str]) -> str:
+        words = arrays.get(match[2])
+        if words is None or any("$" in word for word in words):
+            return match[0]
+        if match[3] in ("@", "*"):
+            return str(len(words)) if match[1] else " ".join(words)
+        index = filled(match[3], variables).strip("\"'")
+        named = dict(found.groups() for word in words if (found := re.fullmatch(r"\[(.*?)\]=(.*)", word, re.DOTALL)))
+        by_number = words[int(index)] if index.isdecimal() and int(index) < len(words) else match[0]
+        return match[0] if match[1] else named.get(index, by_number)
+
+    return re.sub(r"\$\{(#?)(\w+)\[((?:[^][{}]|\$\{\w+\})+)\]\}", element, text)
 
 
 def assign(
@@ -311,13 +331,13 @@ def assign(
         arrays[name] = [*(arrays.get(name, ()) if adds else ()), *values]
         return
     whole = [Part(begun), *parts[1:]]
-    text = "".join(_value(part, variables) for part in whole)
+    text = "".join(_value(part, variables, arrays) for part in whole)
     variables[name] = (variables.get(name, "") if adds else "") + text
 
 
-def _value(part: Part, variables: Mapping[str, str]) -> str:
+def _value(part: Part, variables: Mapping[str, str], arrays: Mapping[str, Sequence[str]]) -> str:
     """What a piece of a word stands for."""
-    return part.text if part.quote == "'" else filled(part.text, variables)
+    return part.text if part.quote == "'" else filled(_indexed(part.text, variables, arrays), variables)
 
 
 def defaults(given: Sequence[Sequence[Part]], variables: Mapping[str, str]) -> dict[str, str]:

@@ -48,6 +48,9 @@ def words(script, source="sub/launch.sh"):
         ('A=(x)\nB="${A[0]}y"\npython t.py --a $B --b ${A[7]} --c ${C[1]}', ["--a xy --b ${A[7]} --c ${C[1]}"]),
         ('set -- --b 1 "$@"\npython t.py --a 1 "$@" ${@:2}', ["--a 1 --b 1 1"]),
         ("if false; then\n cat > f <<EOF\na: 1\nEOF\nfi\nf() { python t.py ${@:2}; }\nf no --a 1", ["--a 1"]),
+        ("N=4\nif (( N > 1 && N != 3 )); then X=1; else X=2; fi\npython t.py --x $X", ["--x 1"]),
+        ("D=0\nif (( D == 1 )); then\n printf '%q ' python t.py\nelse\n python t.py --x $D\nfi", ["--x 0"]),
+        ("(( ${N:-8} >= 2 )) && X=1\n((!M)) && Y=2\npython t.py --x $X --y $Y", ["--x 1 --y 2"]),
         ("unused() { python t.py --a 1; }\npython t.py --a 2", ["--a 2", "--a 1"]),
         ("if [ 1 = 2 ]; then A=1; python t.py --a $A; fi\nA=${A:-3}\npython t.py --a $A", ["--a 3", "--a 1"]),
         ("set -x\nset -euo pipefail\nexport A=${A:-default} B=${B:=b}\npython t.py --a $A \\\n  # no\n  --b $B",
@@ -84,6 +87,8 @@ def test_a_script_that_is_read_in_sets_variables(tmp_path):
         "LR=3\n[ -d /data ] && LR=1\nX=$LR\npython t.py --lr $X",
         "for LR in $(seq 3); do\n python t.py --lr $LR\ndone",
         "if python -c 'import vllm'; then LR=1; fi\npython t.py --lr $LR",
+        "((LR=2))\npython t.py --lr $LR", "for ((LR=1; LR<3; LR++)); do\n python t.py --lr $LR\ndone",
+        "((LR++))\npython t.py --lr $LR",
         "while grep -q a b; do LR=1; done\npython t.py --lr $LR",
     ],
 )
@@ -110,6 +115,12 @@ def test_options_that_only_a_shell_knows_are_refused_with_their_line(script, rea
     message = r"^l\.sh: line 2 holds a condition that only a shell knows, which decides what A holds: keep the branch"
     with pytest.raises(ConfigError, match=message):
         read(launch.words, "l.sh")
+
+
+def test_overrides_that_a_command_prints_are_told():
+    (launch,) = launches('python t.py a.b=1 $(if [ -n "$X" ]; then echo "a.c=$X"; fi) $EXTRA', "l.sh")
+    with pytest.raises(ConfigError, match=r'^l\.sh: only a shell can run \$\(if \[ -n "\$X" \].*…: write what it'):
+        overrides(launch.words, "l.sh")
 
 
 def test_notes_tell_of_branches_and_rounds():

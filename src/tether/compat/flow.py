@@ -19,7 +19,20 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from tether.compat.shell import ASSIGNED, FILE, TEXT, Command, Part, Scanner, assign, defaults, expanded, filled
+from tether.compat.shell import (
+    ASSIGNED,
+    FILE,
+    SUM,
+    TEXT,
+    Command,
+    Part,
+    Scanner,
+    assign,
+    defaults,
+    expanded,
+    filled,
+    sum_holds,
+)
 from tether.errors import ConfigError
 
 _SETS = ("export", "set", "cd", "echo", "declare", "local", "readonly", "typeset", "unset", "exit", "return", "trap")
@@ -236,7 +249,7 @@ class _Reader:
         """The first round of a loop."""
         command = rest.popleft()
         line, words = command.line, command.words[1:]
-        name = self._text(words[0]) if words else ""
+        name = re.sub(r"^\(*|\W.*", "", self._text(words[0])) if words else ""
         listed = [word for parts in words[2:] for word in expanded(parts, self.variables, self.arrays)]
         has_list = len(words) > 1 and self._text(words[1]) == "in"
         while rest and rest[0].keyword != "do":
@@ -287,6 +300,11 @@ class _Reader:
         while given and (assigned := ASSIGNED.match(given[0][0].text)) and not given[0][0].quote:
             assign(assigned, given.pop(0), self.variables, self.arrays)
         self.is_guess = False
+        if given and given[0][0].quote == SUM:
+            text = given[0][0].text
+            changed = re.findall(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]?=(?!=))", text)
+            self._forget(dict.fromkeys(changed, ""), command.line)
+            return None if changed else sum_holds(self._text(given[0]), self.variables)
         if given and self._text(given[0]) in _TESTS:
             return _holds([self._text(parts) for parts in given[1:] if parts not in ([Part("]")], [Part("]]")])])
         words = [word for parts in given for word in expanded(parts, self.variables, self.arrays)]

@@ -179,7 +179,7 @@ def overrides(words: Sequence[str], source: str) -> dict[str, Any]:
     """Hydra's ``a.b=value`` as keys with values; the signs before additions are dropped, ``~a.b`` stays as it is.
 
     Raises:
-        ConfigError: it is unknown which ones a variable or an array holds.
+        ConfigError: it is unknown which ones a variable or an array holds, or a command prints.
     """
     given: dict[str, Any] = {}
     for word in words:
@@ -191,6 +191,8 @@ def overrides(words: Sequence[str], source: str) -> dict[str, Any]:
             else:
                 value = _value(match[2])
                 given |= flat(value, f"{match[1]}.") if isinstance(value, dict) and value else {match[1]: value}
+        elif re.fullmatch(r"\$\(.*\)", word, re.DOTALL):
+            raise ConfigError(f"{source}: only a shell can run {word[:60]}…: write what it prints in its place")
         elif re.fullmatch(r"~[\w./@]+", word):
             given[word] = "removed"
     return given

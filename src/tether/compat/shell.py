@@ -29,6 +29,8 @@ _VARIABLE = re.compile(
 """A variable, perhaps with a word that takes its place if it is not set (``-``, ``=``) or if it is (``+``), or with a
 pattern of what is cut off at its beginning (``#``) or end (``%``), or in other letters (``,,``, ``^^``)."""
 _SUM = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
+SUM = "(("
+"""The quote of a sum that is a command of its own, ``((N > 1))``."""
 _WORD = re.compile(r"(?:\$\((?:[^()]|\([^()]*\))*\)|\S)+")
 """A word of a variable's value; blanks in a command whose output it has do not end it."""
 _OPERATORS = {
@@ -37,6 +39,10 @@ _OPERATORS = {
 }  # fmt: skip
 FILE = ">"
 """The quote of a word that names a file which a command writes."""
+_COMPARED = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
 TEXT = "<<"
 """The quote of a text that a script passes on by ``<<``; with a quote behind it, nothing in the text is expanded."""
 
@@ -154,6 +160,10 @@ class Scanner:
             self._words[-1] += [part for each in self._array for part in (Part("", "("), *each)]
             self._array = None
             self._take(1)
+        elif word is None and rest.startswith(SUM) and self._at_command and (found := _SUM.match(f"${rest}")):
+            self._word = [Part(found[1], SUM)]
+            self._take(found.end() - 1)
+            self._close()
         elif sign == "(" and word is None and not self._words:
             self._depth += not self._begins_pattern
             self._take(1)
@@ -177,9 +187,19 @@ class Scanner:
     @property
     def _in_test(self) -> bool:
         """Whether a condition in ``[[ ]]`` is open, in which signs that end commands mean something else."""
-        words = [word[0].text if len(word) == 1 and not word[0].quote else "" for word in self._words]
+        words = self._plain_words
         begin = next((i for i, word in enumerate(words) if word not in _BEFORE_TESTS), len(words))
         return words[begin : begin + 1] == ["[["] and "]]" not in words and self._word != [Part("]]")]
+
+    @property
+    def _at_command(self) -> bool:
+        """Whether no word of a command has been read, other than the shell's own."""
+        return all(word in _BEFORE_TESTS for word in self._plain_words)
+
+    @property
+    def _plain_words(self) -> list[str]:
+        """The words of this command that are one piece without quotes; others are empty."""
+        return [word[0].text if len(word) == 1 and not word[0].quote else "" for word in self._words]
 
     def _take(self, length: int) -> None:
         """Moves on by so many characters."""
@@ -426,9 +446,27 @@ def _sum(match: re.Match[str], variables: Mapping[str, str]) -> str:
         return match[0]
 
 
+def sum_holds(text: str, variables: Mapping[str, str]) -> bool | None:
+    """Whether the value of a sum is not 0; None if it holds anything but whole numbers and variables."""
+    text = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0]) or "0", text)
+    text = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
+    try:
+        return _whole(ast.parse(text.strip(), mode="eval").body) != 0
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return None
+
+
 def _whole(node: ast.expr) -> int:
     """The value of a sum; raises ``ValueError`` if it is not one of whole numbers."""
     match node:
+        case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in _COMPARED:
+            return int(_COMPARED[type(sign)](_whole(left), _whole(right)))
+        case ast.BoolOp(op=ast.And(), values=values):
+            return int(all([_whole(value) for value in values]))
+        case ast.BoolOp(values=values):
+            return int(any([_whole(value) for value in values]))
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return int(not _whole(operand))
         case ast.Constant(value=int()):
             return int(node.value)
         case ast.BinOp() if type(node.op) in _OPERATORS:

@@ -318,7 +318,7 @@ class TestToOurs:
     def test_verls_keys_of_megatron(self, tmp_path):
         actor = "actor_rollout_ref.actor"
         words = f"{actor}.optim.clip_grad=0.3 actor_rollout_ref.nccl_timeout=1200 "
-        words += "+actor_rollout_ref.rollout.multi_turn=False "
+        words += "+actor_rollout_ref.rollout.multi_turn=False hydra.run.dir=out hydra/launcher=slurm "
         words += f"+{actor}.optim.override_optimizer_config.optimizer_cpu_offload=True"
         made = converted(written(tmp_path, "l.sh", VERL.replace(" $@", f" {words}")))
         assert parse_config(made).train.max_grad_norm == 0.3

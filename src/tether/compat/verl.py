@@ -142,8 +142,8 @@ CLUSTER = tuple(
             "profiler. rollout. strategy ulysses use_dynamic_bsz use_reward_loop"
         ),
         "": "actor_rollout_ref.hybrid_engine actor_rollout_ref.nccl_timeout data.dataloader_num_workers "
-            "data.filter_overlong_prompts_workers data.use_shm global_profiler. model_engine ray_init. ray_kwargs. "
-            "transfer_queue.",
+            "data.filter_overlong_prompts_workers data.use_shm global_profiler. hydra. hydra/ model_engine ray_init. "
+            "ray_kwargs. transfer_queue.",
     }.items()
     for name in names.split()
 )  # fmt: skip

@@ -322,7 +322,8 @@ class TestToOurs:
         words += f"+{actor}.optim.override_optimizer_config.optimizer_cpu_offload=True"
         made = converted(written(tmp_path, "l.sh", VERL.replace(" $@", f" {words}")))
         assert parse_config(made).train.max_grad_norm == 0.3
-        assert "# dropped" not in made and "nccl_timeout: 1200" in made and "optimizer_cpu_offload: true" in made
+        ignored = " ".join(line.removeprefix("#") for line in made.splitlines() if line.startswith("#   "))
+        assert "# dropped" not in made and "nccl_timeout" in ignored and "optimizer_cpu_offload" in ignored
 
     def test_verls_keys_that_change_a_result_are_never_ignored(self, tmp_path):
         changed = {

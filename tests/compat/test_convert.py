@@ -214,8 +214,9 @@ class TestToOurs:
             node[last] = value
         tree["critic"]["ppo_epochs"] = "${oc.select:actor_rollout_ref.actor.ppo_epochs,1}"
         tree["trainer"]["_target_"] = "verl.Trainer"
+        tree["custom_reward_function"]["reward_kwargs"] = {}
         path = written(tmp_path, "ppo.yaml", json.dumps(tree))
-        assert parse_config(converted(path)) == parse_config(VERL_OURS)
+        assert parse_config(converted(path)) == parse_config(VERL_OURS) and "# dropped" not in converted(path)
 
     @pytest.mark.parametrize(
         ("manager", "prefix"),

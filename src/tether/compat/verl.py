@@ -519,7 +519,8 @@ def translated(source: str, settings: Mapping[str, Any], *, file: str | None = N
 
     Args:
         source: the file, for messages.
-        settings: their values by dotted key; a value that Hydra takes from another key by ``${…}`` counts as not set.
+        settings: their values by dotted key; a value that Hydra takes from another key by ``${…}`` counts as not set,
+            and so does an empty group.
         file: configuration file of their own that a launch names; it is not read.
 
     Raises:
@@ -528,7 +529,7 @@ def translated(source: str, settings: Mapping[str, Any], *, file: str | None = N
     given = {
         _current(key): value
         for key, value in settings.items()
-        if not key.endswith("_target_")
+        if not key.endswith("_target_") and value != {}
         and (isinstance(value, Unset) or not (isinstance(value, str) and value.startswith(("${", "???"))))
     }
     keys = Translator(source, SYSTEM, given, {}, {_current(key): key for key in settings})

@@ -10,6 +10,7 @@ arguments and its variables came from nowhere else.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from tether.compat.shell import (
     expanded,
     filled,
     sum_holds,
+    value,
 )
 from tether.errors import ConfigError
 
@@ -43,7 +45,8 @@ _TESTS = ("[", "[[", "test")
 _ASKS = ("grep", "command", "which", "type", "diff", "cmp", "pgrep", "nvidia-smi", "ls")
 """Commands that scripts run to see whether they succeed."""
 _COMPARED = {
-    "-eq": int.__eq__, "-ne": int.__ne__, "-lt": int.__lt__, "-le": int.__le__, "-gt": int.__gt__, "-ge": int.__ge__,
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
+    "-ge": operator.ge,
 }  # fmt: skip
 
 
@@ -113,14 +116,14 @@ class _Reader:
 
     def block(self, rest: deque[Command], ends: Sequence[str] = ()) -> _Steps:
         """Reads commands up to one of the words ``ends``; returns that word, and whether the last command succeeds."""
-        holds, operator = True, ""
+        holds, joint = True, ""
         while rest:
             if (word := rest[0].keyword) in ends:
                 self._take_word(rest)
                 return word, holds
-            line, reached = rest[0].line, {"&&": holds, "||": _not(holds)}.get(operator, True)
+            line, reached = rest[0].line, {"&&": holds, "||": _not(holds)}.get(joint, True)
             found = yield from self.branch(self._command(rest), reached, line)
-            holds, operator = found if reached else holds if reached is False else None, self.end
+            holds, joint = found if reached else holds if reached is False else None, self.end
         return "", holds
 
     def _take_word(self, rest: deque[Command]) -> None:
@@ -147,8 +150,8 @@ class _Reader:
         result = yield from steps
         names = {} if changed is None else changed
         if holds is None:
-            values = {name: value for name, value in self.variables.items() if value != before[0].get(name)}
-            names |= {name: "[*]" if re.search(r"(^|\s)--|=", value) else "" for name, value in values.items()}
+            texts = {name: text for name, text in self.variables.items() if text != before[0].get(name)}
+            names |= {name: "[*]" if re.search(r"(^|\s)--|=", text) else "" for name, text in texts.items()}
             names |= {name: "[@]" for name, words in self.arrays.items() if words != before[1].get(name)}
         (self.variables, self.arrays), self.notes, self.is_reached = before, notes, is_reached
         self.files = files if holds is False else self.files
@@ -195,7 +198,7 @@ class _Reader:
     def _condition(self, rest: deque[Command], end: str) -> _Steps:
         """Whether the commands up to the word ``end`` succeed."""
         _, holds = yield from self.block(rest, (end,))
-        return None if self.is_guess else holds
+        return None if holds and self.is_guess else holds
 
     def _if(self, rest: deque[Command]) -> _Steps:
         line, open_, changed, end = rest[0].line, True, {}, "elif"
@@ -215,12 +218,12 @@ class _Reader:
     def _case(self, rest: deque[Command]) -> _Steps:
         command = rest.popleft()
         line, self.end = command.line, command.end
-        value = self._text(command.words[1]) if command.words[1:] else "$"
+        text = self._text(command.words[1]) if command.words[1:] else "$"
         if command.words[3:]:
             rest.appendleft(replace(command, words=command.words[3:]))
         open_, changed, end = True, {}, ";;"
         while rest and end == ";;" and rest[0].keyword != "esac":
-            holds = self._pattern(rest, value)
+            holds = self._pattern(rest, text)
             end, _ = yield from self.branch(
                 self.block(rest, (";;", "esac")), _both(open_, holds), line, changed
             )
@@ -230,20 +233,20 @@ class _Reader:
         self._forget(changed, line)
         return True
 
-    def _pattern(self, rest: deque[Command], value: str) -> bool | None:
-        """Takes the patterns before a branch, ``a | b)``; whether one of them fits."""
+    def _pattern(self, rest: deque[Command], text: str) -> bool | None:
+        """Takes the patterns before a branch, ``a | b)``; whether one of them fits the text."""
         fits: list[bool] = []
         while rest:
             command = rest.popleft()
             parts, *words = command.words
             is_last = parts[-1] == Part(")")
             texts = [escape(part.text) if part.quote else self._text([part]) for part in parts if part != Part(")")]
-            fits.append(fnmatchcase(value, "".join(texts).removeprefix("(")))
+            fits.append(fnmatchcase(text, "".join(texts).removeprefix("(")))
             if is_last:
                 if words:
                     rest.appendleft(replace(command, words=words))
                 break
-        return None if "$" in value else any(fits)
+        return None if "$" in text else any(fits)
 
     def _for(self, rest: deque[Command]) -> _Steps:
         """The first round of a loop."""
@@ -256,11 +259,11 @@ class _Reader:
             rest.popleft()
         if rest:
             self._take_word(rest)
-        notes = self.notes
-        if listed and not re.search(r"[$`{*?\[]", listed[0]):
-            self.variables[name] = listed[0]
-            if len(listed) > 1:
-                told = f"The run is that of the first round of the loop in line {line}, with {name} {listed[0]}."
+        notes, first = self.notes, _first(listed[0]) if listed else None
+        if first is not None:
+            self.variables[name] = first
+            if listed != [first]:
+                told = f"The run is that of the first round of the loop in line {line}, with {name} {first}."
                 self.notes = (*notes, told)
         else:
             self._forget({name: ""}, line)
@@ -391,9 +394,8 @@ class _Reader:
         """A word of a condition: a variable that is not set is empty."""
         variables = _Empty(self.variables)
         count = str(len(self.arrays.get("@", ())))
-        return "".join(
-            part.text if part.quote == "'" else filled(part.text.replace("$#", count), variables) for part in parts
-        )
+        counted = (replace(part, text=part.text.replace("$#", count)) if part.quote != "'" else part for part in parts)
+        return "".join(value(part, variables, self.arrays) for part in counted)
 
 
 class _Empty(dict[str, str]):
@@ -411,6 +413,15 @@ def _inner_script(words: Sequence[str]) -> str | None:
         if Path(word).name in _SHELLS and re.fullmatch(r"-[a-z]*c", words[i + 1]):
             return words[i + 2]
     return None
+
+
+def _first(word: str) -> str | None:
+    """The first value of a word in a loop's list, such as ``{1..5}`` or ``$(seq 5)``; None if only a shell knows."""
+    if numbers := re.fullmatch(r"\{(-?\d+)\.\.-?\d+(?:\.\.-?\d+)?\}", word):
+        return numbers[1]
+    if numbers := re.fullmatch(r"\$\(seq (?:(-?\d+) )?(?:-?\d+ )?-?\d+\)", word):
+        return numbers[1] or "1"
+    return None if re.search(r"[$`{*?\[]", word) else word
 
 
 def _not(holds: bool | None) -> bool | None:
@@ -440,6 +451,6 @@ def _holds(words: Sequence[str]) -> bool | None:
             return fnmatchcase(text, pattern)
         case [text, "!=", pattern]:
             return not fnmatchcase(text, pattern)
-        case [a, operator, b] if operator in _COMPARED and a.lstrip("-").isdecimal() and b.lstrip("-").isdecimal():
-            return _COMPARED[operator](int(a), int(b))
+        case [a, sign, b] if sign in _COMPARED and a.lstrip("-").isdecimal() and b.lstrip("-").isdecimal():
+            return _COMPARED[sign](int(a), int(b))
     return None

@@ -296,7 +296,7 @@ def expanded(
             words += more
             is_given = is_given or bool(values)
             continue
-        text = _value(part, variables, arrays)
+        text = value(part, variables, arrays)
         if part.quote or text == part.text or _is_quoted_default(part.text, variables):
             words[-1] += text
             is_given = is_given or bool(part.quote) or bool(text)
@@ -324,7 +324,7 @@ def _indexed(text: str, variables: Mapping[str, str], arrays: Mapping[str, Seque
     def element(match: re.Match[str]) -> str:
         words = arrays.get(match[2])
         if words is None or any("$" in word for word in words):
-            return match[0]
+            return "0" if words is None and match[1] and match[2] not in variables else match[0]
         if match[3] in ("@", "*"):
             return str(len(words)) if match[1] else " ".join(words)
         index = filled(match[3], variables).strip("\"'")
@@ -351,11 +351,11 @@ def assign(
         arrays[name] = [*(arrays.get(name, ()) if adds else ()), *values]
         return
     whole = [Part(begun), *parts[1:]]
-    text = "".join(_value(part, variables, arrays) for part in whole)
+    text = "".join(value(part, variables, arrays) for part in whole)
     variables[name] = (variables.get(name, "") if adds else "") + text
 
 
-def _value(part: Part, variables: Mapping[str, str], arrays: Mapping[str, Sequence[str]]) -> str:
+def value(part: Part, variables: Mapping[str, str], arrays: Mapping[str, Sequence[str]]) -> str:
     """What a piece of a word stands for."""
     return part.text if part.quote == "'" else filled(_indexed(part.text, variables, arrays), variables)
 
@@ -381,7 +381,7 @@ def filled(word: str, variables: Mapping[str, str]) -> str:
             at = begin + end
         word = "".join([*pieces, word[at:]])
 
-    def value(match: re.Match[str]) -> str:
+    def text(match: re.Match[str]) -> str:
         name, sign, other = match[1] or match[4], match[2] or "", match[3] or ""
         own = variables.get(name)
         is_set = bool(own) if ":" in sign else own is not None
@@ -391,7 +391,7 @@ def filled(word: str, variables: Mapping[str, str]) -> str:
             return own or ""
         return filled(re.sub(r"(['\"])(.*?)\1", r"\2", other), variables)
 
-    return _SUM.sub(lambda match: _sum(match, variables), _VARIABLE.sub(value, word))
+    return _SUM.sub(lambda match: _sum(match, variables), _VARIABLE.sub(text, word))
 
 
 def _printed(command: str, variables: Mapping[str, str]) -> str | None:

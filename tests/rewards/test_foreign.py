@@ -3,7 +3,9 @@
 import pytest
 
 from tests.rewards.batches import text_batch
+from tether.config.rewards import FunctionReward
 from tether.errors import ConfigError
+from tether.rewards.build import check_reward_columns, check_rewards
 from tether.rewards.function import FunctionSource, check_columns, load_function
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -115,3 +117,14 @@ def test_an_argument_that_the_function_changes_is_the_same_in_the_next_call(sour
 def test_an_argument_that_the_function_cannot_get_is_told(source, name, why):
     with pytest.raises(ConfigError, match=rf"^rewards\.0\.arguments\.{name}: {why}"):
         source("def f(prompts, completions, scale=1): return 0", **{name: 2})
+
+
+def test_arguments_of_a_section_are_checked_before_a_run(tmp_path):
+    file = tmp_path / "judge.py"
+    file.write_text("def f(prompts, completions, scale): return 0")
+    given = {"type": "function", "path": str(file), "name": "f"}
+    check_reward_columns([FunctionReward(**given, arguments={"scale": 2})], ["answer"])
+    with pytest.raises(ConfigError, match="needs scale, but the dataset's columns are answer"):
+        check_reward_columns([FunctionReward(**given)], ["answer"])
+    with pytest.raises(ConfigError, match=r"^rewards\.0\.arguments\.scales: f.* takes no argument of this name"):
+        check_rewards([FunctionReward(**given, arguments={"scales": 2})])

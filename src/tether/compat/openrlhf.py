@@ -36,6 +36,7 @@ MODULE = "openrlhf.cli.train_ppo_ray"
 
 ESTIMATORS = {"gae": "gae", "reinforce": "reinforce_pp", "rloo": "rloo", "group_norm": "grpo"}
 CRITIC = ("critic.",)
+"""Beginnings of the keys of the critic."""
 BASELINE = "reinforce_baseline"
 REDUCTIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 CORRECTION = tuple(f"algo.advantage.is_correction_{name}" for name in ("enable", "type", "threshold"))

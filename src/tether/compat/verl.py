@@ -49,6 +49,7 @@ FORMER_DEFAULTS = {
 """Defaults of these releases that differ."""
 
 CRITIC = ("critic.", "trainer.critic_warmup")
+"""Beginnings of the keys of the critic."""
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp"}
 BASELINE = "reinforce_plus_plus_baseline"
 ADAM_EPSILON = 1e-8

@@ -131,7 +131,7 @@ def _model(keys: Translator) -> None:
     _method(keys, continues=bool(adapters))
     _attention(keys)
     keys.covered("flash_attn", by="its default, as here")
-    _precision(keys)
+    _quantization(keys)
 
 
 def _attention(keys: Translator) -> None:
@@ -234,12 +234,8 @@ def _freeze(keys: Translator) -> None:
     keys.covered("freeze_trainable_modules", by="its default, as here")
 
 
-def _precision(keys: Translator) -> None:
-    """bf16, fp16, quantization and recomputation."""
-    if keys.gives("fp16"):
-        keys.put("train.fp16", keys.flag("fp16"), "fp16")
-    if keys.gives("bf16"):
-        keys.put("train.bf16", keys.flag("bf16"), "bf16")
+def _quantization(keys: Translator) -> None:
+    """Quantization."""
     if (bits := keys.take("quantization_bit")) is not None and keys.take("stage") != "ppo":
         keys.refuse("quantization_bit", "a quantized base is supported in the stage ppo only: remove this key")
     elif bits in (4, 8):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tether.compat.table import FLAG, NULLABLE, TOP_K, TOP_P, Key, constant
+from tether.compat.table import FLAG, NULLABLE, SWITCH, TOP_K, TOP_P, Key, constant
 
 TEMPLATES = {
     name: name for name in ("chatml", "gemma", "llama3", "mistral", "qwen")
@@ -141,6 +141,8 @@ KEYS = (
     Key("model.revision", "model_revision"),
     Key("model.trust_remote_code", "trust_remote_code", form=FLAG),
     Key("model.dtype", "pure_bf16", form=constant("bfloat16")),
+    Key("train.bf16", "bf16", form=SWITCH),
+    Key("train.fp16", "fp16", form=SWITCH),
     Key("train.ddp_timeout", "ddp_timeout"),
     Key("train.learning_rate", "learning_rate", 5e-5),
     Key("train.lr_scheduler_type", "lr_scheduler_type", "linear"),
@@ -174,7 +176,7 @@ PPO_KEYS = (
 SFT_KEYS = (Key("data.turns", "mask_history", form=constant("last")),)
 """Those of the stage sft."""
 TAKEN = " ".join(key.theirs for key in KEYS + PPO_KEYS + SFT_KEYS) + (
-    " stage model_name_or_path adapter_name_or_path create_new_adapter flash_attn bf16 fp16 finetuning_type lora_rank "
+    " stage model_name_or_path adapter_name_or_path create_new_adapter flash_attn finetuning_type lora_rank "
     "lora_alpha lora_dropout lora_target freeze_trainable_layers freeze_trainable_modules freeze_extra_modules "
     "quantization_bit quantization_method quantization_type ref_model ref_model_adapters ref_model_quantization_bit "
     "reward_model reward_model_type reward_model_adapters reward_model_quantization_bit dataset eval_dataset "

@@ -125,7 +125,7 @@ OLD = {
     "disable_ds_ckpt": "ckpt.disable_ds", "max_ckpt_mem": "ckpt.max_mem", "wandb_project": "logger.wandb.project",
     "wandb_org": "logger.wandb.org", "wandb_group": "logger.wandb.group", "vllm_num_engines": "vllm.num_engines",
     "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization", "vllm_enable_sleep": "vllm.enable_sleep",
-    "enable_vllm_is_correction": CORRECTION[0], "vllm_enable_is_correction": CORRECTION[0],
+    "vllm_enable_is_correction": CORRECTION[0], "enable_vllm_is_correction": CORRECTION[0],
     "vllm_is_correction_type": CORRECTION[1], "vllm_is_truncated_threshold": CORRECTION[2],
     "enforce_eager": "vllm.enforce_eager", "colocate_all_models": "train.colocate_all",
 }  # fmt: skip

@@ -104,6 +104,8 @@ NAME = Form(_named)
 """A name of the run."""
 FLAG = constant(True)
 """True or left out."""
+SWITCH = Form(lambda keys, key: keys.flag(key.theirs) if keys.gives(key.theirs) else None)
+"""True, false or left out."""
 COUNT = Form(_above_0, lambda count: count or None, kept="not at all, as by default here")
 """A number, which false, or one below 1, turns off."""
 TOP_K = COUNT._replace(kept="every token can be drawn, as by default here")

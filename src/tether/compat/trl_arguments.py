@@ -21,6 +21,7 @@ KEYS = (
     Key("model.trust_remote_code", "trust_remote_code"),
     Key("data.prompts", "dataset_name"),
     Key("data.columns.prompt", "dataset_text_field", "prompt", COLUMN),
+    Key("data.subset", "dataset_config"),
     Key("data.split", "dataset_train_split", "train"),
     Key("ppo.kl_coef", "kl_coef", 0.05),
     Key("ppo.kl_estimator", "kl_estimator", "k1"),
@@ -53,12 +54,12 @@ KEYS = (
     Key("train.push_to_hub", "push_to_hub"),
     Key("train.hub_model_id", "hub_model_id"),
     Key("train.hub_private_repo", "hub_private_repo"),
-    Key("output_dir", "output_dir"),
+    Key("output_dir", "output_dir", "trainer_output"),
 )
 
 
-MODEL, OUTPUT = "EleutherAI/pythia-160m", "trainer_output"
-"""Their defaults of sft_model_path and reward_model_path, and of output_dir."""
+MODEL = "EleutherAI/pythia-160m"
+"""Their default of sft_model_path and reward_model_path."""
 
 
 def translated(source: str, options: Mapping[str, Any], script: str, processes: int | None) -> Translation:
@@ -75,8 +76,6 @@ def translated(source: str, options: Mapping[str, Any], script: str, processes: 
     keys = Translator(source, SYSTEM, options, {})
     keys.put_table(KEYS)
     keys.need("dataset_name", "the prompts")
-    if not keys.gives("output_dir"):
-        keys.put("output_dir", OUTPUT, "output_dir")
     policy = next((key for key in ("sft_model_path", "model_name_or_path") if keys.gives(key)), "sft_model_path")
     keys.put("model.path", keys.take(policy, MODEL), policy)
     keys.covered("model_name_or_path", by="the model of sft_model_path")
@@ -100,8 +99,6 @@ def translated(source: str, options: Mapping[str, Any], script: str, processes: 
         keys.note("Answers end at the end token; without stop_token TRL continues after it.")
     if keys.gives("stop_token_id"):
         keys.refuse("stop_token_id", "set sampling.stop_token to the token's text, or stop_token to eos")
-    if keys.gives("dataset_config"):
-        keys.put("data.subset", keys.take("dataset_config"), "dataset_config")
     _batches(keys, processes)
     _steps(keys, processes or 1)
     if keys.gives("optim"):

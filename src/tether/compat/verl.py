@@ -36,11 +36,6 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 ARGUMENTS = "reward.custom_reward_function.reward_kwargs."
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 CORRECTION = "algorithm.rollout_correction"
-OF_FILE = (
-    "The values in the file {file} are not read, only those that the script gives: where the file sets another one, "
-    "change it here."
-)
-"""A sentence for launches that take their configuration from a file of their own."""
 FORMER = ("use_rmpad", "grad_offload", "ppo_micro_batch_size", "log_prob_micro_batch_size")
 """Last parts of keys of releases before 0.3."""
 FORMER_DEFAULTS = {
@@ -553,7 +548,8 @@ def translated(source: str, settings: Mapping[str, Any], *, file: str | None = N
     keys.ignore("it affects only placement and speed on a cluster", *(key for key in given if key.startswith(CLUSTER)))
     keys.drop_rest("it has no counterpart here")
     if file is not None:
-        keys.note(OF_FILE.format(file=file))
+        keys.note(f"The values in the file {file} are not read, only those that the script gives: where the file sets "
+                  "another one, change it here.")  # fmt: skip
     return keys.finish(())
 
 
@@ -568,8 +564,7 @@ def launch(config: RunConfig, *, source: str) -> str:
     given += [(f"trainer.n_gpus_per_node={GPUS}",), ("trainer.nnodes=1",)]
     title = f"{SYSTEM}, from {source}; for one node of {GPUS} devices."
     eps = ["train.adam_epsilon"] * (config.train.adam_epsilon == ADAM_EPSILON)
-    program = ["python3", "-m", MODULE]
-    return script(config, TABLE, program, given, title=title, notes=_notes(config), written=eps)
+    return script(config, TABLE, ["python3", "-m", MODULE], given, title=title, notes=_notes(config), written=eps)
 
 
 def _notes(config: RunConfig) -> Iterator[str]:

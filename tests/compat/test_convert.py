@@ -588,6 +588,14 @@ class TestToOurs:
         assert parse_config(made) == parse_config(OPENRLHF_OURS)
         assert "# The run is that of the first round of the loop in line 1, with RATE 5e-7.\n" in made
 
+    def test_a_launch_that_only_an_argument_of_the_script_starts_is_read_if_there_is_no_other(self, tmp_path):
+        text = f"case $1 in\n  sft) python sft.py --lr 1 ;;\n  ppo)\n{OPENRLHF_OLD} ;;\nesac\n"
+        told = "# The run is in a branch that the script, as it stands, does not take (line 1).\n"
+        made = converted(written(tmp_path, "launch.sh", text))
+        assert parse_config(made) == parse_config(OPENRLHF_OURS) and told in made
+        made = converted(written(tmp_path, "launch.sh", text + OPENRLHF_OLD.replace("5e-7", "6e-7")))
+        assert parse_config(made).train.learning_rate == 6e-7 and told not in made
+
     def test_only_the_launch_of_ppo_counts_among_those_of_openrlhf(self, tmp_path):
         earlier = "deepspeed --module openrlhf.cli.train_rm --pretrain org/base --dataset pairs --save_path out/rm\n"
         script = written(tmp_path, "launch.sh", earlier + OPENRLHF_OLD)

@@ -142,11 +142,12 @@ def test_hydras_words():
         "a.b=1", "+a.c=x", "++a.d=[a, b]", "~a.e", "~a.f=2", "+a.g={x: 1, y: {z: t}}", "a.h='p=q'", "a.i={}",
         "a.j=\"['u', 'v w']\"", "group@a.k=mine", "hydra/launcher=slurm", "a.l=", "a.m=null", "a.n='[1, 2]'", "$EXTRA",
         "a.o=$X", "a.r=${A[1]}", "a.p=1e-6", "a.q=it's",
+        "a.b-c=1", "--a.d=1", "x",
     ]  # fmt: skip
     assert overrides(given, "l.sh") == {
         "a.b": 1, "a.c": "x", "a.d": ["a", "b"], "~a.e": "removed", "~a.f": 2, "a.g.x": 1, "a.g.y.z": "t", "a.h": "p=q",
         "a.i": {}, "a.j": "['u', 'v w']", "group@a.k": "mine", "hydra/launcher": "slurm", "a.l": None, "a.m": None,
-        "a.n": "[1, 2]", "a.o": "$X", "a.r": "${A[1]}", "a.p": 1e-6, "a.q": "it's",
+        "a.n": "[1, 2]", "a.o": "$X", "a.r": "${A[1]}", "a.p": 1e-6, "a.q": "it's", "a.b-c": 1,
     }  # fmt: skip
 
 

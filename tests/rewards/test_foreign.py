@@ -1,11 +1,13 @@
 """Reward functions written for OpenRLHF and verl."""
 
+import inspect
+
 import pytest
 
 from tests.rewards.batches import text_batch
 from tether.config.rewards import FunctionReward
-from tether.errors import ConfigError
-from tether.rewards.build import check_reward_columns, check_rewards
+from tether.errors import ConfigError, DataError, RewardError
+from tether.rewards.build import check_contents, check_reward_columns, check_rewards, try_sources
 from tether.rewards.function import FunctionSource, check_columns, load_function
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -18,7 +20,7 @@ def source(tmp_path):
 
     def make(text, label=None, **arguments):
         file = tmp_path / "judge.py"
-        file.write_text(f"import torch\n{text}")
+        file.write_text(f"import functools\nimport numpy as np\nimport torch\n{text}")
         return FunctionSource(load_function(str(file), "f", "rewards.0", label, arguments), "f")
 
     return make
@@ -37,6 +39,8 @@ def scores(source, **columns):
         "return [{'rewards': torch.tensor([len(q)])} for q in queries]",
         "return [{'rewards': len(q)} for q in queries]",
         "return [len(q) for q in queries]",
+        "return np.array([[len(q)] for q in queries])",
+        "return {'rewards': np.array([len(q) for q in queries]), 'extra_logs': {'a': [1, 2]}}",
     ],
 )
 def test_openrlhfs_function_gets_prompts_with_their_answers(source, body):
@@ -61,6 +65,15 @@ def test_openrlhfs_function_gets_the_prompts_as_the_policy_reads_them_and_the_la
         "async def f(solution_str, ground_truth): return {'score': len(solution_str) - len(ground_truth)}",
         "def f(data_sources, solution_strs, ground_truths, extra_infos=None):\n"
         "    return [{'score': len(s) - len(g)} for s, g in zip(solution_strs, ground_truths)]",
+        "def f(data_sources, solution_strs, ground_truths, extra_infos=None, **kwargs):\n"
+        "    return np.array([len(s) - len(g) for s, g in zip(solution_strs, ground_truths)])",
+        "def base(data_source, solution_str, ground_truth, extra_info=None, scale=2.0):\n"
+        "    return {'score': torch.tensor(scale * (len(solution_str) - len(ground_truth))), 'pred': None}\n"
+        "f = functools.partial(base, scale=1.0)",
+        "class Judge:\n"
+        "    def __call__(self, solution_str, ground_truth): return np.float32(len(solution_str) - len(ground_truth))\n"
+        "f = Judge()",
+        "f = lambda solution_str, ground_truth, extra_info=None: len(solution_str) - len(ground_truth)",
     ],
 )
 def test_verls_function_gets_one_answer_with_its_truth_or_the_batch(source, text):
@@ -128,3 +141,72 @@ def test_arguments_of_a_section_are_checked_before_a_run(tmp_path):
         check_reward_columns([FunctionReward(**given)], ["answer"])
     with pytest.raises(ConfigError, match=r"^rewards\.0\.arguments\.scales: f.* takes no argument of this name"):
         check_rewards([FunctionReward(**given, arguments={"scales": 2})])
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("def f(queries, prompts, **kwargs): return [len(kwargs)] * len(prompts)", 0.0),
+        ("def f(queries, prompts, *rest): return [len(rest)] * len(prompts)", 1.0),
+        ("f = functools.partial(lambda queries, prompts, scale: [scale] * len(prompts), scale=3)", 3.0),
+    ],
+)
+def test_openrlhfs_function_gets_labels_only_where_it_has_a_place_for_them(source, text, kept):
+    assert scores(source(text)) == [kept, kept]
+
+
+@pytest.mark.parametrize(
+    ("takes", "told"),
+    [
+        ("queries, prompts, labels, tokenizer", "missing a required argument: 'tokenizer'"),
+        ("data_source, solution_str, ground_truth, extra_info, router", "missing a required argument: 'router'"),
+        ("solution_strs, ground_truths, *, model", "missing a required argument: 'model'"),
+    ],
+)
+def test_an_argument_that_neither_project_passes_is_named(source, takes, told):
+    with pytest.raises(ConfigError, match=rf"rewards\.0\.name: f\(.*cannot be called as .*: {told}"):
+        source(f"def f({takes}): return 0")
+
+
+def test_a_class_is_no_function(source):
+    with pytest.raises(ConfigError, match=r"f in .* is a class, wanted a function, or an object"):
+        source("class f:\n    def __init__(self, **kwargs): ...")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def f(queries, prompts, labels): return {'reward': [1, 2]}", "it returned a dict of reward; wanted one with"),
+        ("def f(solution_str, ground_truth): return {'acc': 1, 'pred': ''}", "it returned a dict of acc, pred; wanted"),
+        ("def f(solution_strs, ground_truths): return None", "returned None"),
+        ("def f(solution_str, ground_truth): return None", "returned None for answer 0 of 2"),
+        ("def f(solution_str, ground_truth): return float('nan')", r"returned nan \(float\) for answer 0 of 2"),
+        ("def f(queries, prompts, labels): return torch.tensor([1.0])", "returned 1 score for 2 answers"),
+    ],
+)
+def test_what_is_no_score_is_told(source, text, told):
+    with pytest.raises(RewardError, match=told):
+        scores(source(text), **VERL)
+
+
+def test_async_functions_are_called_while_others_are_generated(source):
+    assert inspect.iscoroutinefunction(source("async def f(solution_str, ground_truth): return 0").function)
+    assert inspect.iscoroutinefunction(source("async def f(queries, prompts, labels): return [0]").function)
+    assert not inspect.iscoroutinefunction(source("def f(queries, prompts, labels): return [0]").function)
+
+
+@pytest.mark.parametrize("truth", [None, "x", {"style": "rule"}])
+def test_a_row_without_a_ground_truth_is_named_before_a_model_loads(source, tmp_path, truth):
+    source("def f(solution_str, ground_truth): return 0")
+    config = FunctionReward(type="function", path=str(tmp_path / "judge.py"), name="f")
+    rows = [("who", {"reward_model": {"ground_truth": None}}, "row 1"), ("who", {"reward_model": truth}, "row 2")]
+    with pytest.raises(DataError, match=r"row 2, for rewards\.0: column reward_model holds .*; wanted {'ground_truth'"):
+        check_contents([config], rows)
+    check_contents([config], rows[:1])
+
+
+def test_a_dict_without_the_rewards_is_told_before_a_model_loads(source, tmp_path):
+    source("def f(queries, prompts, labels): return {'scores': [1.0]}")
+    config = FunctionReward(type="function", path=str(tmp_path / "judge.py"), name="f")
+    with pytest.raises(ConfigError, match=r"rewards\.0: the function failed to score a test answer: .* with rewards"):
+        try_sources([config], ["f"], text_batch("Hello.", prompts=["who"]), None)

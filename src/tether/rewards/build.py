@@ -52,6 +52,7 @@ from tether.rewards.adapter import AdapterSource
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.encoder import EncoderSource
 from tether.rewards.ensemble import Ensemble, reduction
+from tether.rewards.foreign import check_truth
 from tether.rewards.function import FunctionSource, check_columns, load_function
 from tether.rewards.http import check_sent_columns, check_sent_values, http_source
 from tether.rewards.judge import NoNumber, judge_source
@@ -144,7 +145,8 @@ def check_reward_columns(configs: Sequence[RewardConfig], columns: Sequence[str]
 
 
 def check_contents(configs: Sequence[RewardConfig], rows: Iterable[tuple[Any, Mapping[str, Any], str]]) -> None:
-    """Checks that ready-made rewards can use their column in every row, and that services can be sent every row.
+    """Checks that ready-made rewards can use their column in every row, that services can be sent every row, and that
+    functions of verl find a ground truth.
 
     Args:
         rows: prompt, other columns and name of each row.
@@ -152,19 +154,28 @@ def check_contents(configs: Sequence[RewardConfig], rows: Iterable[tuple[Any, Ma
     Raises:
         BadRows: some that they cannot use; names the reward's key and the rows.
     """
-    sources = [
-        (key, config)
+    sources = {
+        key: config
         for key, config in sources_of(configs)
-        if isinstance(config, ColumnReward) or (isinstance(config, HttpReward) and config.protocol == "tether")
-    ]
+        if isinstance(config, ColumnReward | FunctionReward)
+        or (isinstance(config, HttpReward) and config.protocol == "tether")
+    }
+    functions = {
+        key: _function(config, key)
+        for key, config in sources.items()
+        if isinstance(config, FunctionReward)
+    }
 
     def check(prompt: Any, columns: Mapping[str, Any], where: str) -> None:
-        for key, config in sources:
+        for key, config in sources.items():
             try:
-                if isinstance(config, HttpReward):
-                    check_sent_values(config, prompt, columns)
-                else:
-                    check_value(config, columns.get(config.column))
+                match config:
+                    case HttpReward():
+                        check_sent_values(config, prompt, columns)
+                    case FunctionReward():
+                        check_truth(functions[key], columns)
+                    case _:
+                        check_value(config, columns.get(config.column))
             except ValueError as error:
                 raise DataError(f"{where}, for {key}: column {config.column} {error}") from error
             except RewardError as error:

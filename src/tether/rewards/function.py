@@ -200,6 +200,11 @@ def load_function(
         raise ConfigError(f"{key}.name: {path} has no {name}; it has {', '.join(sorted(defined)) or 'no functions'}")
     if not callable(function):
         raise ConfigError(f"{key}.name: {name} in {path} is a {type(function).__name__}, wanted a function")
+    if isinstance(function, type):
+        raise ConfigError(
+            f"{key}.name: {name} in {path} is a class, wanted a function, or an object of the class that can be "
+            f"called: scorer = {name}(...)"
+        )
     try:
         inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -207,7 +212,13 @@ def load_function(
     if arguments:
         function = _with_arguments(function, arguments, f"{name}{inspect.signature(function)} in {path}", key)
     refused = [ours for ours in _OURS if not _accepts(function, ours)]
-    foreign = None if _names(function, _OURS[1]) else adapted(function, label)
+    try:
+        foreign = None if _names(function, _OURS[1]) else adapted(function, label)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}.name: {name}{inspect.signature(function)} in {path} cannot be called as its project calls it: "
+            f"{error}. Give that argument a default"
+        ) from error
     if label is not None and (foreign is None or label not in inspect.signature(foreign).parameters):
         raise ConfigError(
             f"{key}.label: {name}{inspect.signature(function)} in {path} takes columns by their own names; leave it "

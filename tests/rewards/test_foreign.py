@@ -40,6 +40,7 @@ def scores(source, **columns):
         "return [{'rewards': len(q)} for q in queries]",
         "return [len(q) for q in queries]",
         "return np.array([[len(q)] for q in queries])",
+        "return tuple(torch.tensor([len(q)]) for q in queries)",
         "return {'rewards': np.array([len(q) for q in queries]), 'extra_logs': {'a': [1, 2]}}",
     ],
 )
@@ -73,6 +74,7 @@ def test_openrlhfs_function_gets_the_prompts_as_the_policy_reads_them_and_the_la
         "class Judge:\n"
         "    def __call__(self, solution_str, ground_truth): return np.float32(len(solution_str) - len(ground_truth))\n"
         "f = Judge()",
+        "def f(solution_str, ground_truth): return {'score': torch.tensor([len(solution_str) - len(ground_truth)])}",
         "f = lambda solution_str, ground_truth, extra_info=None: len(solution_str) - len(ground_truth)",
     ],
 )
@@ -205,8 +207,25 @@ def test_a_row_without_a_ground_truth_is_named_before_a_model_loads(source, tmp_
     check_contents([config], rows[:1])
 
 
-def test_a_dict_without_the_rewards_is_told_before_a_model_loads(source, tmp_path):
-    source("def f(queries, prompts, labels): return {'scores': [1.0]}")
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("{'scores': [1.0]}", "dict of scores; wanted one with rewards"),
+        ("None", "returned None"),
+        ("'1'", "returned '1'"),
+        ("['1']", r"returned '1' \(str\) for answer 0"),
+        ("[{'rewards': {'a': 1}}]", "dict of a; wanted one with rewards"),
+    ],
+)
+def test_what_no_answer_can_cause_is_told_before_a_model_loads(source, tmp_path, body, told):
+    source(f"def f(queries, prompts, labels): return {body}")
     config = FunctionReward(type="function", path=str(tmp_path / "judge.py"), name="f")
-    with pytest.raises(ConfigError, match=r"rewards\.0: the function failed to score a test answer: .* with rewards"):
+    with pytest.raises(ConfigError, match=rf"rewards\.0: the function failed to score a test answer: .*{told}"):
         try_sources([config], ["f"], text_batch("Hello.", prompts=["who"]), None)
+
+
+@pytest.mark.parametrize("body", ["[float('nan')]", "[None]", "1.0", "torch.tensor(1.0)", "[1.0, 2.0]"])
+def test_what_one_answer_alone_can_cause_is_not(source, tmp_path, body):
+    source(f"def f(queries, prompts, labels): return {body}")
+    config = FunctionReward(type="function", path=str(tmp_path / "judge.py"), name="f")
+    try_sources([config], ["f"], text_batch("Hello.", prompts=["who"]), None)

@@ -25,6 +25,10 @@ LARGEST = 1e15
 """Largest magnitude of a score: beyond it the value loss, a square, approaches the limit of float32."""
 
 
+class NotAScore(RewardResponseError):
+    """What a source returned is of a type that is no score, whatever the answer."""
+
+
 @runtime_checkable
 class InForwards(Protocol):
     """A source that scores by forwards of a model: ``score`` in two steps, of which the second alone needs weights."""
@@ -76,11 +80,12 @@ def checked(scores: Any, n: int, source: str) -> list[float]:
 
     Raises:
         RewardResponseError: it is not a list, has the wrong length, or holds something other than finite numbers of
-            usable magnitude; a missing score is never taken for 0.
+            usable magnitude; a missing score is never taken for 0. ``NotAScore`` if no answer can cause that.
     """
     values = listed(scores)
-    if values is None:
-        raise RewardResponseError(f"{source} returned {shown(scores)}; wanted a list of {n} numbers, one per answer")
+    if values is None:  # a single number may be what is left of a list of one
+        kind = RewardResponseError if isinstance(scores, numbers.Real | Tensor) else NotAScore
+        raise kind(f"{source} returned {shown(scores)}; wanted a list of {n} numbers, one per answer")
     if len(values) != n:
         got = f"{counted(len(values), 'score')} for {counted(n, 'answer')}"
         raise RewardResponseError(f"{source} returned {got}; wanted one per answer")
@@ -168,7 +173,8 @@ def finite_number(value: Any, what: str, source: str) -> float:
                 f"{source} returned {number:g} for {what}; wanted a number between -{LARGEST:g} and {LARGEST:g}, "
                 "as its square must fit into float32"
             )
-    raise RewardResponseError(f"{source} returned {shown(value)} for {what}; wanted one finite number")
+    kind = RewardResponseError if value is None or isinstance(plain, numbers.Real) else NotAScore
+    raise kind(f"{source} returned {shown(value)} for {what}; wanted one finite number")
 
 
 def answer_of(row: int, n: int) -> str:

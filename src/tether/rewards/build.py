@@ -49,6 +49,7 @@ from tether.models.paths import check_model_path, is_adapter
 from tether.models.roles import ModelRoles
 from tether.models.tokenizer import load_tokenizer
 from tether.rewards.adapter import AdapterSource
+from tether.rewards.base import NotAScore
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.encoder import EncoderSource
 from tether.rewards.ensemble import Ensemble, reduction
@@ -358,7 +359,7 @@ def try_sources(
 
     Raises:
         ConfigError: a service gave no scores, a judge no number, whatever its ``missing`` is, or a function raised an
-            error that no answer can cause; says why.
+            error or returned something that no answer can cause; says why.
     """
     for i, (config, name) in enumerate(zip(configs, names, strict=True)):
         key, source, what = f"{under}.{i}", None, "service"
@@ -382,7 +383,7 @@ def try_sources(
             if isinstance(why, NoScore) and not isinstance(why, NoNumber) and config.missing is not None:
                 continue  # a content filter rejected the first answer
             # other errors of a function may come from a batch of one answer, which has no spread for example
-            if what == "service" or isinstance(why, _MISTAKES):
+            if what == "service" or isinstance(why, _MISTAKES) or isinstance(error, NotAScore):
                 told = why if isinstance(why, NoNumber) else error
                 raise ConfigError(f"{key}: the {what} failed to score a test answer: {told}") from error
 

@@ -64,7 +64,7 @@ def _rewards(given: Any) -> Any:
         return _rewards(_of_dict(given, "rewards"))
     if isinstance(given, Tensor | np.ndarray):
         return given.flatten().tolist()
-    if isinstance(given, list) and given and isinstance(given[0], Mapping | Tensor | np.ndarray):
+    if isinstance(given, list | tuple) and given and isinstance(given[0], Mapping | Tensor | np.ndarray):
         parts = [_rewards(each) for each in given]
         return [one for part in parts for one in (part if isinstance(part, list) else [part])]
     return given
@@ -113,7 +113,10 @@ def _scores(given: Any) -> Any:
 
 
 def _score(given: Any) -> Any:
-    return _of_dict(given, "score") if isinstance(given, Mapping) else given
+    """The number in what verl's function returns for an answer."""
+    if isinstance(given, Mapping):
+        return _score(_of_dict(given, "score"))
+    return given.item() if isinstance(given, Tensor | np.ndarray) and np.prod(given.shape) == 1 else given
 
 
 def _of_dict(given: Mapping[str, Any], name: str) -> Any:

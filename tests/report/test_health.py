@@ -126,6 +126,16 @@ def test_how_far_decoding_may_differ_from_the_forward_depends_on_the_type(tmp_pa
     assert [f["rollout/logprob_gap"].level for f in found] == levels
 
 
+@pytest.mark.parametrize(
+    ("cuts", "vllm", "is_judged"), [("top_k: 5", "{}", False), ("top_p: 1.0", "{}", True), ("top_k: 5", "null", True)]
+)
+def test_what_top_k_cuts_off_is_no_gap_of_vllm(tmp_path, cuts, vllm, is_judged):
+    config = CONFIG.replace("sampling: {", f"sampling: {{{cuts}, vllm: {vllm}, ")
+    assert config != CONFIG
+    found = findings(tmp_path, lambda i, p: {"rollout__logprob_gap": 0.5}, config=config, n=5)
+    assert ("rollout/logprob_gap" in found) == is_judged
+
+
 def test_answers_that_shorten_by_a_discount_are_told_its_key(tmp_path):
     config = CONFIG.replace("kl_coef: 0.05", "kl_coef: 0.05, gamma: 0.9, whiten_rewards: true")
     advice = findings(tmp_path, lambda i, p: {"rollout__length": 10.0}, config=config)["rollout/length"].advice

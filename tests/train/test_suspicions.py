@@ -7,7 +7,7 @@ import pytest
 from tests.train.runs import tiny_run, write
 from tether.train.display import NullDisplay
 from tether.train.run import train_policy
-from tether.train.suspicions import suspicions
+from tether.train.suspicions import Watch, suspicions
 
 found_in = partial(suspicions, forward_type="bfloat16")
 
@@ -30,6 +30,14 @@ def test_each_mismatch_is_told_with_its_metric():
     (gap,) = found_in(GOOD | {"rollout/logprob_gap": 0.5}, with_vllm=True)
     assert "rollout/logprob_gap" in gap and "Leaving sampling.vllm out" in gap
 
+
+def test_what_top_k_cuts_off_is_no_fault_of_vllm(tmp_path):
+    """vLLM tells log-probabilities of the truncated distribution, the policy's own decoding those of the whole one."""
+    metrics = GOOD | {"objective/scores": 0.0, "objective/scores_std": 1.0, "rollout/logprob_gap": 0.5}
+    for cuts, vllm, count in ((True, {}, 0), (False, {}, 1), (True, None, 1)):
+        cut = {"sampling__top_k": 5, "sampling__allow_truncated_sampling": True} if cuts else {}
+        config = tiny_run(tmp_path, sampling__vllm=vllm, **cut)
+        assert len(Watch(config).suspicions(metrics)) == count
 
 @pytest.mark.parametrize(("forward_type", "is_told"), [("float32", True), ("float16", False), ("bfloat16", False)])
 def test_how_far_decoding_may_differ_from_the_forward_depends_on_the_type(forward_type, is_told):

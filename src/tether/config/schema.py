@@ -248,8 +248,8 @@ class PPOConfig(Section):
     importance_sampling_cap: Annotated[float, Field(ge=1.0)] | None = 2.0
     """With ``sampling.vllm``, the policy loss of each token is multiplied by its importance weight, at most this cap:
     min(π_old / π_vllm, cap), where π_vllm is what vLLM drew the token with, and π_old is computed by the policy's own
-    forward pass. The two differ by rounding. null: no weights. Source: truncated importance sampling, Yao et al. 2025,
-    https://fengyao.notion.site/off-policy-rl."""
+    forward pass. The two differ by rounding, and with ``top_p`` or ``top_k`` by what these cut off. null: no weights.
+    Source: truncated importance sampling, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl."""
     cliprange_value: PositiveFloat | None = 0.2
     """New values are clipped to within this distance of the old ones; null turns clipping off."""
     vf_coef: PositiveFloat = 0.1

@@ -422,7 +422,8 @@ def gradient_norm(run: Run) -> Finding | None:
 def logprob_gap(run: Run) -> Finding | None:
     """Whether the generation engine and the trainer agree on the policy."""
     series = run.series("rollout/logprob_gap")
-    if not series:
+    cuts = run.setting("sampling.top_p") not in (None, 1.0) or run.setting("sampling.top_k") is not None
+    if not series or (cuts and run.setting("sampling.vllm") is not None):  # what is cut off is part of that gap
         return None
     value, step = worst(series)
     keys = ("model.dtype", "train.bf16", "train.fp16", "model.quantization")

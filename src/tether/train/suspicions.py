@@ -22,6 +22,7 @@ class Watch:
         )
         self._has_several = train.rollout_batch_size > 1
         self._with_vllm = config.sampling.vllm is not None
+        self._has_gap = not (self._with_vllm and config.sampling.is_truncated)
         self._num_alike = 0
         """Number of consecutive updates, up to the last one, in which all answers got the same score."""
 
@@ -30,12 +31,21 @@ class Watch:
         is_alike = scores_alike(metrics["objective/scores"], metrics["objective/scores_std"])
         self._num_alike = self._num_alike + 1 if is_alike and self._has_several else 0
         return suspicions(
-            metrics, forward_type=self._forward_type, num_alike=self._num_alike, with_vllm=self._with_vllm
+            metrics,
+            forward_type=self._forward_type,
+            num_alike=self._num_alike,
+            with_vllm=self._with_vllm,
+            has_gap=self._has_gap,
         )
 
 
 def suspicions(
-    metrics: Mapping[str, float], *, forward_type: str, num_alike: int = 0, with_vllm: bool = False
+    metrics: Mapping[str, float],
+    *,
+    forward_type: str,
+    num_alike: int = 0,
+    with_vllm: bool = False,
+    has_gap: bool = True,
 ) -> list[str]:
     """Problems that an update's metrics show: the sampling policy differs from the one being trained, the policy always
     gives the same token or answer, all answers get the same score, or nothing was trained.
@@ -44,6 +54,7 @@ def suspicions(
         forward_type: key of ``LOGPROB_GAP``.
         num_alike: number of consecutive updates, up to this one, in which all answers got the same score.
         with_vllm: whether vLLM generates the answers.
+        has_gap: whether ``rollout/logprob_gap`` is that of rounding alone.
     """
     found = []
     if num_alike >= STRETCH:
@@ -56,7 +67,7 @@ def suspicions(
             "the policy ratio is not 1 before the first optimizer step of an update (val/first_ratio_error): scoring "
             "and training give different results with the same weights"
         )
-    if metrics.get("rollout/logprob_gap", 0.0) > LOGPROB_GAP[forward_type].act:
+    if has_gap and metrics.get("rollout/logprob_gap", 0.0) > LOGPROB_GAP[forward_type].act:
         differ, way_out = (
             ("vLLM's numbers for this model are not the policy's", "Leaving sampling.vllm out")
             if with_vllm

@@ -77,6 +77,10 @@ def no_model() -> None:
     raise ModelError("model.path: this machine has no such folder")
 
 
+def no_engine() -> None:
+    raise ConfigError("sampling.vllm: less memory is free on this device")
+
+
 def no_file() -> None:
     raise ConfigError("data.prompts: no such file here")
 
@@ -101,6 +105,7 @@ PATCHES: Mapping[str, Callable[[Path], None]] = {
     "decoding": lambda mark: fails_at(Batch, "decode_until_one_ends", 3, out_of_memory, mark),
     "checking": lambda mark: fails_at(run, "check", 1, no_file, mark),
     "loading": lambda mark: fails_at(build, "build_roles", 1, no_model, mark),
+    "starting": lambda mark: fails_at(build, "build_generator", 1, no_engine, mark),
     "losses": not_finite,
     "disk": lambda mark: fails_at(JsonlWriter, "write", 2, full_disk, mark),
 }
@@ -131,6 +136,7 @@ FAULTS = {
     "a mistake in the run": Fault((2, 2), "micro_batch_size 3 in each", changes=UNEVEN, checkpoints=()),
     "a file that is not on this machine": Fault((2, 2), "no such file here", patch="checking", checkpoints=()),
     "model cannot be loaded": Fault((2, 2), "this machine has no such folder", patch="loading", checkpoints=()),
+    "vLLM does not start": Fault((2, 2), "less memory is free", patch="starting", checkpoints=()),
     "losses are not finite": Fault((1, 1), "loss is not finite", patch="losses", changes={"train__max_bad_batches": 0}),
     "all scores are the same": Fault(
         (1, 1),

@@ -79,14 +79,13 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
             shared=partial(shared, dist=dist, engine=engine),
         )
     engine.place(roles)
+    generator = dist.each(lambda: build_generator(config, roles))
     stops = stop_token_ids(tokenizer, roles.policy.generation_config, config.sampling.stop_token)
     if config.sampling.stop_token == "eos":
         end_at(roles.policy, stops)
     return Parts(
         roles=roles,
-        generator=shared_generator(
-            build_generator(config, roles), dist, engine, gather=config.train.ds3_gather_for_generation
-        ),
+        generator=shared_generator(generator, dist, engine, gather=config.train.ds3_gather_for_generation),
         rewards=source,
         tokenizer=tokenizer,
         sampling=sampling_of(config.sampling, stops, tokenizer),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from tether.metrics.writers import read_jsonl
 from tether.models.checkpoints import list_checkpoints
 from tether.train import inputs, run
 from tether.train.engines.deepspeed_config import check
+from tether.train.engines.replicated import Alone, Replicated
 
 FILES = Path(__file__).parents[2] / "examples" / "accelerate"
 ACCELERATE = ["accelerate.commands.launch", "--num_processes", "2", "--config_file"]
@@ -126,6 +128,15 @@ def test_an_engine_is_asked_about_what_the_launcher_says_too(tmp_path, monkeypat
     run.check_processes(tiny_run(tmp_path, train__bf16=True), Dist())
     with pytest.raises(ConfigError, match="is refused under ZeRO"):
         run.check_processes(tiny_run(tmp_path, train__fp16=True), Dist())
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [("Alone", False), ("Replicated", False), ("FSDP2", True)])
+def test_vllm_gets_no_weights_that_an_engine_has_sharded(tmp_path, monkeypatch, name, is_refused):
+    engine = SimpleNamespace(name={"Alone": Alone.name, "Replicated": Replicated.name}.get(name, name))
+    monkeypatch.setattr(run, "build_engine", lambda dist: engine)
+    engine.check = lambda config: None
+    with pytest.raises(ConfigError, match=r"sampling\.vllm: .* got FSDP2") if is_refused else nullcontext():
+        run.check_processes(tiny_run(tmp_path, sampling__vllm={}), Dist())
 
 
 def test_float16_of_the_launcher_and_weights_in_bfloat16_contradict_each_other(tmp_path, monkeypatch):

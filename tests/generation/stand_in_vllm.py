@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib.machinery
+import os
 import sys
 import types
 from dataclasses import dataclass, field
@@ -76,7 +77,20 @@ class EngineArgs:
         config = AutoConfig.from_pretrained(self.model)
         if not SERVED.issuperset(config.architectures):
             raise ValueError(f"Model architectures {config.architectures} are not supported for now.")
+        config.architecture = config.architectures[0]
         return config
+
+
+class ModelRegistry:
+    """The models that vLLM knows; here their names stand for their classes."""
+
+    @staticmethod
+    def resolve_model_cls(architectures: list[str], config) -> tuple[str, str]:
+        return architectures[0], architectures[0]
+
+
+def supports_lora(model: str) -> bool:
+    return model != "GPT2LMHeadModel"
 
 
 @dataclass
@@ -118,10 +132,13 @@ class LLMEngine:
         torch.manual_seed(0), np.random.seed(0)  # as vLLM does; callers may not notice
         config = args.create_model_config()
         self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
-        self.loras, self.asleep, self.num_loads = {}, set(), 0
+        torch.set_num_threads = lambda count: None
+        os.environ |= {"LD_PRELOAD": "libgomp.so", "LOCAL_WORLD_SIZE": "1"}
+        self.loras, self.asleep, self.levels, self.num_loads, self.prefixes = {}, set(), [], 0, set()
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "weights cannot be given to another process"
         engine = cls(args)
         ENGINES.append(engine)
         return engine
@@ -152,12 +169,14 @@ class LLMEngine:
         return self.loras.pop(number, None) is not None
 
     def reset_prefix_cache(self) -> bool:
-        assert not self.requests
-        return True
+        if not self.requests:
+            self.prefixes.clear()
+        return not self.requests
 
     def sleep(self, level: int) -> None:
         assert self.args.enable_sleep_mode and not self.requests
         self.asleep = {"weights", "kv_cache"}
+        self.levels.append(level)
         if level == 2:
             with torch.no_grad():
                 for tensor in self.model.state_dict().values():
@@ -184,6 +203,9 @@ class LLMEngine:
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
         assert not self.asleep
+        assert self.prefixes <= {self.num_loads}, "keys and values of weights that are gone"
+        self.prefixes.add(self.num_loads)
+        torch.rand(1)  # as vLLM does on a CPU
         names = list(self.requests)[: self.args.max_num_seqs]
         self.widths.append(len(names))
         outputs = (self._written(name, self.requests[name]) for name in names)
@@ -233,6 +255,8 @@ def install(monkeypatch) -> list[LLMEngine]:
         },
         "vllm.inputs": {"tokens_input": tokens_input},
         "vllm.sampling_params": {"RequestOutputKind": RequestOutputKind},
+        "vllm.model_executor": {},
+        "vllm.model_executor.models": {"ModelRegistry": ModelRegistry, "supports_lora": supports_lora},
         "vllm.lora": {},
         "vllm.lora.request": {"LoRARequest": LoRARequest},
     }  # fmt: skip

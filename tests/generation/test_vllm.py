@@ -1,5 +1,10 @@
 """Generation by vLLM, with a stand-in for its engine; ``tests/train/test_vllm_runs.py`` uses the real one."""
 
+import gc
+import os
+import weakref
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +18,7 @@ from tests.train.runs import tiny_run
 from tests.train.test_run import CrashAfter, assert_same_weights, reproducible, weights
 from tests.train.trainers import move
 from tether.errors import ConfigError, GenerationError
+from tether.generation import vllm as generation
 from tether.generation.build import build_generator
 from tether.generation.vllm import check_vllm, check_vllm_model
 from tether.inference.evaluate import evaluate_path
@@ -81,8 +87,8 @@ def test_an_adapter_beside_others_is_given_alone_and_its_base_once(tmp_path, eng
     assert engine.args.enable_lora and engine.args.max_lora_rank == 8, "the next rank that vLLM has"
 
 
-@pytest.mark.parametrize(("lora", "loads"), [(None, 3), ({"r": 2}, 1)])
-def test_the_engine_sleeps_unless_it_generates(tmp_path, engines, lora, loads):
+@pytest.mark.parametrize(("lora", "level"), [(None, 2), ({"r": 2}, 1)])
+def test_the_engine_sleeps_unless_it_generates(tmp_path, engines, lora, level):
     """Weights that are trained are dropped and copied anew; an adapter's base waits."""
     _, roles, generator = parts(tmp_path, model__lora=lora, sampling__vllm={"enable_sleep_mode": True})
     (engine,) = engines
@@ -94,7 +100,8 @@ def test_the_engine_sleeps_unless_it_generates(tmp_path, engines, lora, loads):
         assert len(list(seen)) == len(REQUESTS) - 1
         assert engine.asleep == {"weights", "kv_cache"}
         assert greedy(generator) == greedy_of(roles)
-    assert engine.num_loads == 1 + 2 * 2 * (lora is None) and loads
+    assert engine.num_loads == 1 + 2 * 2 * (lora is None)
+    assert set(engine.levels) == {level}, "what is dropped waits nowhere"
 
 
 def test_an_average_is_generated_with_while_it_is_in_place(tmp_path, engines):
@@ -167,6 +174,18 @@ def test_answers_come_as_they_finish_and_no_more_are_written_side_by_side_than_a
     assert max(engines[0].widths) == 4
 
 
+def test_weights_that_change_while_answers_are_written_are_told(tmp_path, engines):
+    """Their keys and values would serve the next answers."""
+    _, roles, generator = parts(tmp_path)
+    writing = generator.generate(REQUESTS, Sampling(9, 1.0, frozenset({EOS, 9, 15})))
+    next(writing)
+    generator.sync_weights(roles.policy)
+    with pytest.raises(GenerationError, match="weights have changed while answers were still being generated"):
+        next(generator.generate(REQUESTS, Sampling(9)))
+    writing.close()
+    assert len(list(generator.generate(REQUESTS, Sampling(9)))) == 10
+
+
 def test_leaving_in_the_middle_leaves_nothing_behind(tmp_path, engines):
     _, _, generator = parts(tmp_path, sampling__vllm={"enable_sleep_mode": True})
     seen = generator.generate(REQUESTS, Sampling(9, 1.0, frozenset({EOS})))
@@ -202,6 +221,8 @@ def test_what_the_engine_is_made_for(tmp_path, engines):
     assert (args.max_model_len, args.max_num_seqs, args.dtype) == (40, 4, "float32")
     assert (args.gpu_memory_utilization, args.enforce_eager, args.enable_sleep_mode) == (0.5, True, False)
     assert args.kv_cache_memory_bytes > 2**20 and args.distributed_executor_backend == "uni"
+    parts(tmp_path, sampling__batch_size=4096)
+    assert engines[1].args.max_num_seqs == 2048, "vLLM starts with no more than the tokens of one forward pass"
 
 
 @pytest.mark.parametrize(
@@ -223,24 +244,70 @@ def test_texts_are_no_longer_than_the_models_positions(tmp_path, engines):
     assert engines[0].args.max_model_len == 128
 
 
-def test_no_random_state_of_the_process_is_changed(tmp_path, engines):
+def test_nothing_else_of_the_process_is_changed(tmp_path, engines, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
     config, roles, _ = parts(tmp_path)
+    assert os.environ["LOCAL_WORLD_SIZE"] == "2" and "LD_PRELOAD" not in os.environ
     torch.manual_seed(5), np.random.seed(5)  # not Python's, from which beartype draws what it checks
     wanted = (torch.rand(1).item(), np.random.rand())
     torch.manual_seed(5), np.random.seed(5)
+    set_num_threads = torch.set_num_threads
     generator = build_generator(config, roles)
     list(generator.generate(REQUESTS, Sampling(3)))
     generator.close()
     assert (torch.rand(1).item(), np.random.rand()) == wanted
+    assert torch.set_num_threads is set_num_threads
+
+
+def test_each_process_has_an_engine_and_its_share_of_the_cpu(tmp_path, engines, monkeypatch):
+    monkeypatch.setattr(generation, "total_memory", lambda device: 10 * 2**30)
+    for count, launcher in ((1, "uni"), (2, "external_launcher")):
+        monkeypatch.setattr(generation.launched, "num_processes", lambda count=count: count)
+        parts(tmp_path, sampling__vllm={"gpu_memory_utilization": 0.5})
+        args = engines.pop().args
+        assert (args.kv_cache_memory_bytes, args.distributed_executor_backend) == (5 * 2**30 // count, launcher)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_is_gone_after_its_run(tmp_path, engines, fails):
+    config = run(tmp_path, train__max_steps=2)
+    with pytest.raises(OSError, match="the machine went away") if fails else nullcontext():
+        train_policy(config, callbacks=[CrashAfter(1)] if fails else [])
+    engine = weakref.ref(engines.pop())
+    gc.collect()
+    assert engine() is None
+
+
+def test_an_engine_in_another_librarys_process_group_shuts_down_with_the_process(tmp_path, engines, monkeypatch):
+    """It destroys the group, which others still need."""
+    left = []
+    monkeypatch.setattr(generation.atexit, "register", left.append)
+    monkeypatch.setattr(generation, "KEPT", [])
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        generator = parts(tmp_path)[2]
+    finally:
+        torch.distributed.destroy_process_group()
+    engine = weakref.ref(engines.pop())
+    generator.close()
+    assert engine() is not None
+    (shut_down,) = left
+    shut_down()
+    assert engine() is None
 
 
 # Refusals
 
 
-def test_an_engine_that_computes_the_model_in_another_way_is_refused_when_it_starts(tmp_path, engines, monkeypatch):
+@pytest.mark.parametrize(("scale", "is_refused"), [(0.999, False), (0.97, True)])
+def test_an_engine_that_computes_the_model_in_another_way_is_refused_when_it_starts(
+    tmp_path, engines, monkeypatch, scale, is_refused
+):
     exact = stand_in_vllm.processed
-    monkeypatch.setattr(stand_in_vllm, "processed", lambda logits, params: exact(0.8 * logits, params))
-    with pytest.raises(ConfigError, match=r"vLLM's log-probabilities for .* differ from the policy's own"):
+    monkeypatch.setattr(stand_in_vllm, "processed", lambda logits, params: exact(scale * logits, params))
+    told = r"vLLM's log-probabilities for .* differ from the policy's own"
+    with pytest.raises(ConfigError, match=told) if is_refused else nullcontext():
         parts(tmp_path)
 
 
@@ -293,6 +360,8 @@ def test_an_architecture_that_vllm_does_not_know_is_told_before_the_engine_is_ma
         ({"use_dora": True}, "is a DoRA adapter"),
         ({"bias": "all"}, "is an adapter with biases"),
         ({"modules_to_save": ["lm_head"]}, "brings whole modules"),
+        ({"trainable_token_indices": [1]}, "brings whole modules, tokens"),
+        ({"lora_bias": True}, "is an adapter with biases"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights, pissa, changes the base"),
         (None, "is an adapter of the method IA3"),
     ],
@@ -301,15 +370,24 @@ def test_adapters_that_vllm_cannot_add_to_a_model_are_named(tmp_path, engines, s
     config = run(tmp_path, model__lora={})
     shape = AutoConfig.from_pretrained(config.model.path)
     start = IA3Config(task_type="CAUSAL_LM") if settings is None else LoraConfig(task_type="CAUSAL_LM", **settings)
-    check_vllm_model(config, shape, LoraConfig(task_type="CAUSAL_LM", r=4))
+    check_vllm_model(config, shape, LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights="gaussian"))
     with pytest.raises(ConfigError, match=lacking):
         check_vllm_model(config, shape, start)
 
 
-def test_a_rank_beyond_those_of_vllm_is_told(tmp_path, engines):
-    config = run(tmp_path, model__lora={"r": 600})
+@pytest.mark.parametrize("start", [None, LoraConfig(task_type="CAUSAL_LM", rank_pattern={"q_proj": 600})])
+def test_a_rank_beyond_those_of_vllm_is_told(tmp_path, engines, start):
+    config = run(tmp_path, model__lora={"r": 600 if start is None else 4})
     with pytest.raises(ConfigError, match=r"model\.lora\.r: got 600, wanted at most 512"):
-        check_vllm_model(config, AutoConfig.from_pretrained(config.model.path), None)
+        check_vllm_model(config, AutoConfig.from_pretrained(config.model.path), start)
+
+
+def test_adapters_on_a_model_to_which_vllm_adds_none_are_refused_before_it_loads(tmp_path, engines):
+    config = run(tmp_path, kind="gpt2", model__lora={})
+    shape = AutoConfig.from_pretrained(config.model.path)
+    with pytest.raises(ConfigError, match=r"model\.lora: vLLM adds no adapters to GPT2LMHeadModel"):
+        check_vllm_model(config, shape, None)
+    check_vllm_model(run(tmp_path, kind="gpt2"), shape, None)
 
 
 def test_quantized_weights_and_models_of_several_parts_are_refused(tmp_path, engines):
@@ -369,6 +447,9 @@ def test_the_plan_counts_the_engine_where_it_has_its_memory(tmp_path, engines, m
     monkeypatch.setattr("tether.train.plan.total_memory", lambda device: 10 * 2**30)
     monkeypatch.setattr("tether.train.inputs.check_vllm", lambda config, device: None)
     without = plan(tiny_run(tmp_path)).memory
-    memory = plan(run(tmp_path, sampling__vllm={"gpu_memory_utilization": 0.5, "enable_sleep_mode": sleeps})).memory
-    assert memory.pop("vLLM") >= 5 * 2**30
+    config = run(tmp_path, sampling__vllm={"gpu_memory_utilization": 0.5, "enable_sleep_mode": sleeps})
+    memory, roles = plan(config).memory, plan(config).roles
+    assert memory.pop("vLLM") == 5 * 2**30 + roles[0].weight_bytes and roles[0].role == "policy"
+    ((engine, each),) = plan(config, num_processes=2).engines.items()
+    assert (engine, each["vLLM"]) == ("DDP", 5 * 2**29 + roles[0].weight_bytes)
     assert [name for name, size in memory.items() if size - without[name] > 4 * 2**30] == phases

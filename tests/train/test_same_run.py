@@ -27,8 +27,10 @@ def test_every_key_that_would_help_a_run_of_several_processes_may_change():
     told = str(out_of_step("a forward pass", torch.OutOfMemoryError("CUDA out of memory")))
     keys = re.findall(r"(?:train|sampling)\.\w+", told)
     assert len(keys) == 3 and "a reward's batch_size" in told
+    keys += [f"sampling.vllm.{name}" for name in ("gpu_memory_utilization", "enable_sleep_mode", "enforce_eager")]
     for key in [*keys, "rewards.0.batch_size", "rewards.3.members.1.batch_size", "train.offload_idle_roles"]:
         assert may_change(key) and may_change(key, is_finished=True)
+    assert not may_change("sampling.vllm")
 
 
 @pytest.mark.parametrize(

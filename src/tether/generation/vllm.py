@@ -10,6 +10,7 @@ import math
 import os
 import random
 import textwrap
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,11 +40,15 @@ LEAST = (0, 32)
 """The first release of vLLM that this module is tested with."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM reserves memory for."""
+MOST_AT_ONCE = 2048
+"""Largest number of answers side by side for which every device has room in vLLM's defaults."""
 LEAST_TEMPERATURE = 0.01
 """vLLM silently samples at this temperature if asked for a lower one."""
 KEPT: list[Any] = []
 """Engines that are no longer used, of processes that form a group: an engine that shuts down destroys torch's process
 group, even if other code made that and still needs it."""
+OF_CHILDREN = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+"""Variables that vLLM sets on a CPU for processes of its own, of which there are none; those of users get them too."""
 OF_WEIGHTS = ("gaussian", "eva", "orthogonal")
 """Ways to initialize a LoRA adapter, by name, that leave the weights of its base as they are."""
 
@@ -98,10 +103,28 @@ def check_vllm_model(config: RunConfig, shape: PreTrainedConfig, start: PeftConf
         )
     if start is not None and (lacking := _not_served(start)) is not None:
         raise ConfigError(f"model.path: {path} {lacking}, which vLLM cannot add to a model: leave sampling.vllm out")
-    if config.model.lora is not None:
-        _rank(start.r if start is not None else config.model.lora.r)
+    adapter = start
+    if adapter is None and config.model.lora is not None:
+        adapter = LoraConfig(r=config.model.lora.r)
     with _globals_kept(), _model_folder(shape) as folder, _refusing(path):
-        _engine_args(config, shape, folder).create_model_config()
+        known = _engine_args(config, shape, folder, adapter=adapter).create_model_config()
+        if adapter is not None and not _takes_adapters(known):
+            raise ConfigError(
+                f"model.lora: vLLM adds no adapters to {known.architecture}, of which {path} is: leave sampling.vllm "
+                "out, or train all weights"
+            )
+
+
+def _takes_adapters(known: Any) -> bool:
+    """Whether vLLM can add an adapter to a model.
+
+    Args:
+        known: vLLM's ``ModelConfig``.
+    """
+    from vllm.model_executor.models import ModelRegistry, supports_lora
+
+    model, _ = ModelRegistry.resolve_model_cls(known.architectures, known)
+    return supports_lora(model)
 
 
 def _not_served(start: PeftConfig) -> str | None:
@@ -184,7 +207,7 @@ class VLLMGenerator:
                     answer = _Answer(position, request.before)
                     writing[self._add(request, sampling)] = answer
             while writing:
-                with _failing():
+                with _failing(), torch.random.fork_rng(devices=[]):  # on a CPU, vLLM draws from the global generator
                     outputs = self._engine.step()
                 for output in outputs:
                     if (answer := writing.get(output.request_id)) is None:
@@ -263,9 +286,13 @@ class VLLMGenerator:
         if self._is_asleep:
             self._engine.wake_up(["weights"])
         if self._is_stale:
+            if not self._engine.reset_prefix_cache():
+                raise GenerationError(
+                    "the policy's weights have changed while answers were still being generated with those before: "
+                    "take all answers of a generate, or close it, before the next one"
+                )
             with _failing():
                 self._load()
-            self._engine.reset_prefix_cache()
             self._is_stale = False
         if self._is_asleep:
             self._engine.wake_up(["kv_cache"])
@@ -341,7 +368,7 @@ class _Answer:
                     "not finite; its weights may have diverged, or exceed the range of half precision"
                 )
             self.token_ids.append(token)
-            self.logprobs.append(min(logprob, 0.0))
+            self.logprobs.append(logprob)
             if sampling.stops(self.token_ids, self.before) or len(self.token_ids) == sampling.max_new_tokens:
                 return True
         return False
@@ -403,7 +430,7 @@ def _engine_args(
         generation_config="vllm",
         dtype=_dtype(config),
         max_model_len=min(longest, steady_positions(shape) or longest),
-        max_num_seqs=sampling.batch_size,
+        max_num_seqs=min(sampling.batch_size, MOST_AT_ONCE),
         gpu_memory_utilization=settings.gpu_memory_utilization,
         enable_sleep_mode=settings.enable_sleep_mode,
         enforce_eager=settings.enforce_eager,
@@ -463,15 +490,21 @@ def _told(error: Exception) -> str:
 
 @contextmanager
 def _globals_kept() -> Iterator[None]:
-    """A context after which the global random generators, and a function of torch that vLLM replaces on a CPU, are what
-    they were before."""
+    """A context after which the global random generators, and what vLLM changes on a CPU, are what they were before: a
+    function of torch, and variables of ``OF_CHILDREN``. What vLLM's own code must change some day is not shown."""
     python, numpy, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
+    variables = {name: os.environ.get(name) for name in OF_CHILDREN}
     accelerator = torch.accelerator.current_accelerator()
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_num_threads = set_num_threads
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

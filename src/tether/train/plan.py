@@ -170,6 +170,8 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
     demonstration = max((each.num_tokens for each in data.demonstrations), default=0)
     memory = estimate_memory(config, roles, shape, longest, demonstration=demonstration)
     engines = {} if num_processes == 1 else ENGINES
+    if config.sampling.vllm is not None:
+        engines = {name: spreading for name, spreading in engines.items() if spreading == Spreading()}
     each = {
         name: estimate_memory(config, roles, shape, longest, num_processes, spreading, demonstration=demonstration)
         for name, spreading in engines.items()

@@ -17,7 +17,7 @@ from tests.tiny import EOS, tiny_tokenizer
 from tests.train.runs import tiny_run
 from tests.train.test_run import CrashAfter, assert_same_weights, reproducible, weights
 from tests.train.trainers import move
-from tether.errors import ConfigError, GenerationError
+from tether.errors import CheckpointError, ConfigError, GenerationError
 from tether.generation import vllm as generation
 from tether.generation.build import build_generator
 from tether.generation.vllm import check_vllm, check_vllm_model
@@ -408,7 +408,7 @@ def test_a_run_has_the_weights_of_each_update_and_repeats(tmp_path, engines, cha
     gaps, rows = [], []
     for name in ("a", "b"):
         config = run(tmp_path, output_dir=str(tmp_path / name), train__max_steps=3, train__learning_rate=1e-2,
-                     data__eval_prompts=str(tmp_path / "prompts.jsonl"), **changes)  # fmt: skip
+                     data__eval_prompts=str(tmp_path / "prompts.jsonl"), train__eval_steps=1, **changes)  # fmt: skip
         rows.append([x for x in train_policy(config).updates])
         gaps += [row["rollout/logprob_gap"] for row in rows[-1]]
     assert max(gaps) < 1e-5
@@ -427,6 +427,17 @@ def test_a_resumed_run_goes_on_with_the_weights_of_its_checkpoint(tmp_path, engi
     train_policy(cut.model_copy(update={"resume": True}))
     assert reproducible(whole.output_dir) == reproducible(cut.output_dir)
     assert_same_weights(weights(whole.output_dir), weights(cut.output_dir))
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, None), (None, {})])
+def test_a_run_goes_on_with_the_engine_that_it_began_with(tmp_path, engines, before, after):
+    """Its keys may change, and those of a group are all of its keys."""
+    train_policy(run(tmp_path, sampling__vllm=before, train__max_steps=1, train__save_steps=1))
+    with pytest.raises(CheckpointError, match=f"sampling.vllm: was {before}, now {after}"):
+        train_policy(run(tmp_path, sampling__vllm=after, train__max_steps=2, resume=True))
+    if before is not None:
+        smaller = {"gpu_memory_utilization": 0.1}
+        train_policy(run(tmp_path, sampling__vllm=smaller, train__max_steps=2, resume=True))
 
 
 def test_an_evaluation_of_a_finished_run_needs_no_engine(tmp_path, engines, monkeypatch):

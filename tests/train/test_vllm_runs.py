@@ -59,10 +59,16 @@ def saved(out, base, sharing):
     return plain_adapted(AutoModelForCausalLM, base, out)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-@pytest.mark.parametrize("sharing", SHARINGS)
-def test_a_run_trains_on_answers_of_the_weights_that_it_has(tmp_path, kind, sharing):
-    config = vllm_run(tmp_path, kind=kind, train__max_steps=3, **SHARINGS[sharing])
+COMPILED = {"sampling__vllm": {"gpu_memory_utilization": 0.02}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharing", "changes"),
+    [("llama", "full", {}), ("llama", "full", COMPILED), ("llama", "lora", {}), ("qwen2", "full", {}),
+     ("qwen2", "lora", {}), ("gpt2", "full", {})],
+)  # fmt: skip
+def test_a_run_trains_on_answers_of_the_weights_that_it_has(tmp_path, kind, sharing, changes):
+    config = vllm_run(tmp_path, kind=kind, train__max_steps=3, **SHARINGS[sharing], **changes)
     with open_trainer(config) as trainer:
         generator = trainer.parts.generator
         before = greedy(generator)
@@ -119,11 +125,10 @@ def test_keys_and_values_of_weights_before_serve_no_answer(tmp_path):
 
 
 def test_weights_of_a_kept_average_are_evaluated(tmp_path):
-    config = vllm_run(
-        tmp_path, train__ema_decay=0.5, train__max_steps=2, data__eval_prompts=str(tmp_path / "prompts.jsonl")
-    )
+    config = vllm_run(tmp_path, train__ema_decay=0.5, train__max_steps=2, train__eval_steps=1,
+                      data__eval_prompts=str(tmp_path / "prompts.jsonl"))  # fmt: skip
     result = train_policy(config)
-    assert len(result.evaluations) == 2 and result.updates[-1]["rollout/logprob_gap"] < 1e-4
+    assert len(result.evaluations) == 3 and result.updates[-1]["rollout/logprob_gap"] < 1e-4
 
 
 def test_a_model_that_vllm_does_not_know_is_refused_before_it_is_loaded(tmp_path):

@@ -78,7 +78,8 @@ def _has_nul(value: Any) -> bool:
 
 
 def differences(saved: Section, config: Section) -> dict[str, tuple[Any, Any]]:
-    """The old and new value of each key that differs between two configurations, None where a key is absent."""
+    """The old and new value of each key that differs between two configurations, None where a key is absent, {} where
+    there is a group of keys."""
     before, now = (_leaves(each.model_dump(mode="json")) for each in (saved, config))
     both = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())}
     return {key: (old, new) for key, (old, new) in both.items() if old != new}
@@ -91,4 +92,7 @@ def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
         items = enumerate(value)
     else:
         return {prefix: value}
-    return {k: v for key, child in items for k, v in _leaves(child, f"{prefix}.{key}" if prefix else str(key)).items()}
+    leaves = {prefix: {}} if prefix and isinstance(value, dict) else {}
+    for key, child in items:
+        leaves |= _leaves(child, f"{prefix}.{key}" if prefix else str(key))
+    return leaves

@@ -144,12 +144,15 @@ def test_a_key_is_the_seed_of_its_answer_alone(tmp_path, engines):
     assert len({tuple(each.token_ids) for each in whole.values()}) > 5
 
 
-def test_truncated_sampling_draws_from_what_it_keeps(tmp_path, engines):
+@pytest.mark.parametrize("by", ["top_k", "top_p"])
+def test_truncated_sampling_draws_from_what_it_keeps(tmp_path, engines, by):
     _, roles, generator = parts(tmp_path)
     asked = [Request([8, 20, 13], key) for key in range(200)]
-    found = [completion for _, completion in generator.generate(asked, Sampling(1, top_k=3))]
     with roles.use(POLICY) as model, torch.no_grad():
-        kept = model(torch.tensor([[8, 20, 13]])).logits[0, -1].topk(3)
+        logits = model(torch.tensor([[8, 20, 13]])).logits[0, -1]
+    kept = logits.topk(3)
+    cut = {"top_k": 3} if by == "top_k" else {"top_p": float(logits.softmax(-1)[kept.indices].sum()) - 1e-3}
+    found = [completion for _, completion in generator.generate(asked, Sampling(1, **cut))]
     assert {completion.token_ids[0] for completion in found} == set(kept.indices.tolist())
     wanted = dict(zip(kept.indices.tolist(), kept.values.log_softmax(-1).tolist(), strict=True))
     assert all(abs(c.logprobs[0] - wanted[c.token_ids[0]]) < 1e-5 for c in found)

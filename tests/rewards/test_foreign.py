@@ -224,8 +224,8 @@ def test_what_no_answer_can_cause_is_told_before_a_model_loads(source, tmp_path,
         try_sources([config], ["f"], text_batch("Hello.", prompts=["who"]), None)
 
 
-@pytest.mark.parametrize("body", ["[float('nan')]", "[None]", "1.0", "torch.tensor(1.0)", "[1.0, 2.0]"])
+@pytest.mark.parametrize("body", ["[float('nan')]", "[None]", "1.0", "torch.tensor(1.0)", "np.array(1.0)", "[1.0] * 2"])
 def test_what_one_answer_alone_can_cause_is_not(source, tmp_path, body):
-    source(f"def f(queries, prompts, labels): return {body}")
+    source(f"def f(prompts, completions): return {body}")
     config = FunctionReward(type="function", path=str(tmp_path / "judge.py"), name="f")
     try_sources([config], ["f"], text_batch("Hello.", prompts=["who"]), None)

@@ -84,7 +84,8 @@ def checked(scores: Any, n: int, source: str) -> list[float]:
     """
     values = listed(scores)
     if values is None:  # a single number may be what is left of a list of one
-        kind = RewardResponseError if isinstance(scores, numbers.Real | Tensor) else NotAScore
+        is_single = isinstance(scores, numbers.Real) or getattr(scores, "ndim", None) == 0
+        kind = RewardResponseError if is_single else NotAScore
         raise kind(f"{source} returned {shown(scores)}; wanted a list of {n} numbers, one per answer")
     if len(values) != n:
         got = f"{counted(len(values), 'score')} for {counted(n, 'answer')}"

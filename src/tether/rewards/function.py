@@ -217,7 +217,7 @@ def load_function(
     except TypeError as error:
         raise ConfigError(
             f"{key}.name: {name}{inspect.signature(function)} in {path} cannot be called as its project calls it: "
-            f"{error}; further arguments need a default"
+            f"{error}; further arguments need a default or a value in {key}.arguments"
         ) from error
     if label is not None and (foreign is None or label not in inspect.signature(foreign).parameters):
         raise ConfigError(

@@ -18,12 +18,12 @@ import pyarrow.parquet
 import yaml
 
 from tests.chaos.children import Failed, in_child
+from tests.data.loading import load_prompts
 from tests.tiny import tiny_tokenizer
 from tests.train.runs import tiny_run
 from tether.cli.main import main
 from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig
-from tether.data.prompts import load_prompts
 from tether.errors import USER_ERRORS
 
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -179,8 +179,7 @@ def run_parsing(folder: Path, count: int, seed: int, tell: Callable[[str], None]
             path.write_bytes(content)
 
             def read(path: Path = path) -> None:
-                options = {"split": "train", "max_prompt_length": 64, "chat_template": "auto", "system_prompt": None}
-                load_prompts(str(path), tokenizer, key="data.prompts", **options)
+                load_prompts(str(path), tokenizer, key="data.prompts")
 
             outcomes["files " + _outcome(read, f"{number}: {ending} {content!r}")] += 1
         return outcomes

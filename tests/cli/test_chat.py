@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.data.loading import load_pairs
 from tests.models.build import edit_json, save_adapter
 from tests.tiny import save_tiny
 from tests.train.runs import tiny_run
@@ -16,7 +17,6 @@ from tether.cli.main import main
 from tether.config.load import dump_config, parse_config
 from tether.config.sft_stage import SftStageConfig
 from tether.config.source import load_sources
-from tether.data.pairs import load_pairs
 from tether.errors import ConfigError, DataError, GenerationError, ModelError
 from tether.generation import hf
 from tether.generation.fake import FakeGenerator
@@ -189,8 +189,8 @@ def test_typed_special_tokens_are_the_same_tokens_in_a_run_in_score_and_in_chat(
     batch = load_reader(source).batch([text], ["good"], {}, ["row 0"])
     assert batch.query_ids == [wanted]
 
-    same = {"split": "train", "max_length": 64, "end_ids": {data.tokenizer.eos_token_id}, "key": "k"}
-    (pair,) = load_pairs(str(prompts), data.tokenizer, **same, **config.data.chat).pairs
+    end_ids, chat = {data.tokenizer.eos_token_id}, config.data.chat
+    (pair,) = load_pairs(str(prompts), data.tokenizer, end_ids=end_ids, **chat).pairs
     assert list(pair.chosen_ids[: pair.query_length]) == wanted
 
     out = save_tiny(config.output_dir, "qwen2")

@@ -5,22 +5,18 @@ import logging
 
 import pytest
 
-from tests.tiny import EOS, save_tiny, tiny_tokenizer
+from tests.data.loading import load_demonstrations, load_judged, load_pairs, load_prompts
+from tests.tiny import save_tiny
 from tests.train.runs import tiny_run
 from tether.config.load import parse_config
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.sft_stage import SftStageConfig
-from tether.data.demonstrations import load_demonstrations
-from tether.data.judged import load_judged
-from tether.data.pairs import load_pairs
-from tether.data.prompts import load_prompts
 from tether.errors import ConfigError, DataError
 from tether.stages import reward, sft
 from tether.train.display import NullDisplay
 from tether.train.inputs import check_data, load_data, tell_data
 from tether.train.plan import plan
 
-OPTIONS = {"split": "train", "chat_template": "auto", "system_prompt": None, "key": "data.k"}
 LEFT_OUT = "3 left out as unusable"
 
 
@@ -33,15 +29,15 @@ def says(content):
 
 
 def prompts(file, **options):
-    return load_prompts(file, tiny_tokenizer(), **{"max_prompt_length": 64} | OPTIONS | options)
+    return load_prompts(file, **options)
 
 
 def demonstrations(file, **options):
-    return load_demonstrations(file, tiny_tokenizer(), max_length=64, end_ids={EOS}, **OPTIONS | options)
+    return load_demonstrations(file, **options)
 
 
 def pairs(file, **options):
-    return load_pairs(file, tiny_tokenizer(), max_length=64, end_ids={EOS}, **OPTIONS | options)
+    return load_pairs(file, **options)
 
 
 ROWS = {
@@ -142,9 +138,9 @@ def test_where_all_rows_are_bad_the_data_is_refused_whatever_the_key_says(write,
 def test_what_is_wrong_with_all_rows_is_told_first_only_where_no_row_is_bad(write):
     rows = [{"prompt": "the cat sees a dog"}, {"prompt": 3}]
     with pytest.raises(DataError, match=r"row 1 .*the prompt is a int"):
-        prompts(write(rows), max_prompt_length=3)
+        prompts(write(rows), limit=3)
     with pytest.raises(DataError, match=r"every prompt of .* \(1 prompt\) is longer than data\.max_prompt_length 3"):
-        prompts(write(rows), max_prompt_length=3, drop_bad_rows=True)
+        prompts(write(rows), limit=3, drop_bad_rows=True)
 
 
 def test_a_file_that_cannot_be_parsed_is_refused(tmp_path):
@@ -173,7 +169,7 @@ def test_rows_that_a_dataset_info_cannot_convert(tmp_path, caplog):
 def test_answers_to_be_judged_are_named_all_at_once_too(write):
     rows = [{"prompt": "p", "response": "a"}, {"prompt": "p", "response": 7}, {"response": "a"}]
     with pytest.raises(DataError) as refused:
-        load_judged(write(rows), split="train", key="FILE", is_chat=True)
+        load_judged(write(rows))
     first, *named, way_out = str(refused.value).splitlines()
     assert first.startswith("FILE: 2 of 3 rows") and len(named) == 2 and way_out == "Correct or remove them"
 

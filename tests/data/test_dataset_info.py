@@ -5,15 +5,12 @@ import re
 
 import pytest
 
-from tests.tiny import EOS, tiny_tokenizer
+from tests.data.loading import load_demonstrations, load_pairs, load_prompts
+from tests.tiny import tiny_tokenizer
+from tether.config.chat import DataSource
 from tether.data.dataset_info import check_entry, read_entry
-from tether.data.demonstrations import load_demonstrations
 from tether.data.joined import check_datasets, read_datasets
-from tether.data.pairs import load_pairs
-from tether.data.prompts import load_prompts
 from tether.errors import DataError
-
-CHAT = {"chat_template": "auto", "system_prompt": None}
 
 
 def user(text):
@@ -79,9 +76,8 @@ def test_the_answer_is_that_of_the_column_that_the_entry_names(entry, formatting
         turns = [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "a dog"}]
         row = {"conversations": turns, "completion": "is nice"}
     tokenizer = tiny_tokenizer()
-    options = {"split": "train", "max_length": 50, "end_ids": {EOS}, "key": "k"}
     folder = entry([row], formatting=formatting)
-    (made,) = load_demonstrations("d", tokenizer, dataset_dir=folder, **options, **CHAT).demonstrations
+    (made,) = load_demonstrations("d", tokenizer, dataset_dir=folder).demonstrations
     assert tokenizer.decode(made.response_ids, skip_special_tokens=True) == "a dog"
 
 
@@ -174,9 +170,8 @@ def test_a_column_system_is_read_only_if_its_entry_names_it(entry, caplog, forma
     rows = [row | {"system": "you"}, row | {"system": ""}]
     named = {"prompt": "instruction", "messages": "conversations", "system": "system"}
     del named["messages" if formatting == "alpaca" else "prompt"]
-    options = {"split": "train", "max_prompt_length": 64, "key": "data.k", **CHAT}
     plain, told = (
-        load_prompts("d", tiny_tokenizer(), dataset_dir=entry(rows, formatting=formatting, **columns), **options)
+        load_prompts("d", dataset_dir=entry(rows, formatting=formatting, **columns))
         for columns in ({}, {"columns": named})
     )
     query = "<user> the cat <eos> <assistant>"
@@ -250,7 +245,7 @@ def test_calls_of_functions_are_handed_to_the_template(entry):
     }  # fmt: skip
     assert row["prompt"][2] == {"role": "tool", "content": "red"}
     tokenizer = tiny_tokenizer()
-    options = {"split": "train", "max_prompt_length": 64, "key": "data.prompts", "dataset_dir": folder} | CHAT
+    options = {"key": "data.prompts", "dataset_dir": folder}
     with pytest.raises(DataError, match=r"row 0, tools: the chat template does not use tools"):
         load_prompts("d", tokenizer, **options)
     tokenizer.chat_template = (
@@ -259,43 +254,42 @@ def test_calls_of_functions_are_handed_to_the_template(entry):
     )
     (prompt,) = load_prompts("d", tokenizer, **options).prompts
     assert prompt.text == "look <user> the cat <assistant> cat <tool> red "
-    (demonstration,) = load_demonstrations(
-        "d", tokenizer, split="train", max_length=64, end_ids={EOS}, key="k", every_turn=True, dataset_dir=folder,
-        **CHAT,
-    ).demonstrations  # fmt: skip
+    (demonstration,) = load_demonstrations("d", tokenizer, every_turn=True, dataset_dir=folder).demonstrations
     assert tokenizer.decode(demonstration.response_ids) == "it is red <eos>", "and not the call"
 
 
-def test_rows_without_an_answer_are_dropped_and_counted_where_that_is_asked(entry):
-    rows = [{"instruction": "the cat", "output": out} for out in ("is good", "", None, " ", "is bad")]
-    folder = entry(rows)
-    same = {"split": "train", "key": "k", "dataset_dir": folder, "end_ids": {EOS}, "max_length": 64} | CHAT
-    data = load_demonstrations("d", tiny_tokenizer(), drops_unanswered=True, **same)
+def test_rows_without_an_answer_are_dropped_and_counted_where_an_entry_describes_them(entry, tmp_path):
+    answers = ("is good", "", None, " ", "is bad")
+    rows = [{"instruction": "the cat", "output": out} for out in answers]
+    same = {"key": "k", "dataset_dir": entry(rows)}
+    data = load_demonstrations("d", **same)
     assert [each.row for each in data.demonstrations] == [0, 4]
     assert (data.num_rows, data.num_unanswered, data.num_too_long) == (5, 3, 0)
-    with pytest.raises(DataError, match=r"row 1, messages: got None, wanted text"):
-        load_demonstrations("d", tiny_tokenizer(), **same)
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps({"prompt": "the cat", "completion": out}) + "\n" for out in answers))
+    with pytest.raises(DataError, match=r"row 1 \(line 2\), completion: got '', wanted text"):
+        load_demonstrations(str(own))
     entry(rows[1:3])
     with pytest.raises(DataError, match=r"k: no row of .* \(2 rows\) has an answer; wanted some to train on"):
-        load_demonstrations("d", tiny_tokenizer(), drops_unanswered=True, **same)
+        load_demonstrations("d", **same)
 
 
 def test_every_stage_reads_an_entry(entry):
     tokenizer = tiny_tokenizer()
     query = "<user> the cat <eos> <assistant>"
     folder = entry([{"instruction": "the cat", "output": "is good"}])
-    same = {"split": "train", "key": "k", "dataset_dir": folder} | CHAT
-    (prompt,) = load_prompts("d", tokenizer, max_prompt_length=64, **same).prompts
+    same = {"key": "k", "dataset_dir": folder}
+    (prompt,) = load_prompts("d", tokenizer, **same).prompts
     assert prompt.text == query and prompt.columns["messages"][-1] == assistant("is good")
-    (demonstration,) = load_demonstrations("d", tokenizer, max_length=64, end_ids={EOS}, **same).demonstrations
+    (demonstration,) = load_demonstrations("d", tokenizer, **same).demonstrations
     assert tokenizer.decode(demonstration.query_ids) == query
     assert tokenizer.decode(demonstration.response_ids) == "is good <eos>"
     columns = {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}
     rows = [{"instruction": "the cat", "chosen": "is good", "rejected": "is bad"}]
     entry(rows, ranking=True, columns=columns)
-    (pair,) = load_pairs("d", tokenizer, max_length=64, end_ids={EOS}, **same).pairs
+    (pair,) = load_pairs("d", tokenizer, **same).pairs
     assert tokenizer.decode(pair.chosen_ids) == f"{query} is good <eos>"
-    (prompt,) = load_prompts("d", tokenizer, max_prompt_length=64, **same).prompts
+    (prompt,) = load_prompts("d", tokenizer, **same).prompts
     assert prompt.text == query
 
 
@@ -314,9 +308,9 @@ def test_no_more_rows_are_read_than_are_asked_for(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"instruction": "a"}\n{"instruction": "b"}\n{broken\n')
     info = {"d": {"file_name": "rows.jsonl", "file_sha1": "0a1b"}, "e": {"file_name": "rows.jsonl", "num_samples": 1}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    assert len(read_datasets("d", split="train", key="k", dataset_dir=str(tmp_path), max_samples=2).rows) == 2
+    assert len(read_datasets(DataSource("d", key="k", dataset_dir=str(tmp_path), max_samples=2)).rows) == 2
     with pytest.raises(DataError, match="line 3"):  # a share of all rows is drawn, so all are read
-        read_datasets("e", split="train", key="k", dataset_dir=str(tmp_path), max_samples=1)
+        read_datasets(DataSource("e", key="k", dataset_dir=str(tmp_path), max_samples=1))
 
 
 def test_hub_ids_without_a_file_are_in_alpaca_format(monkeypatch):
@@ -325,8 +319,8 @@ def test_hub_ids_without_a_file_are_in_alpaca_format(monkeypatch):
     rows = [{"instruction": "the cat", "input": "sees", "output": "a dog"}]
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path: ["train"])
     monkeypatch.setattr(datasets, "load_dataset", lambda path, split: datasets.Dataset.from_list(rows))
-    check_datasets("org/alpaca", "data.prompts", dataset_dir="ONLINE")
-    (row,) = read_datasets("org/alpaca", split="train", key="data.prompts", dataset_dir="ONLINE").rows
+    check_datasets(DataSource("org/alpaca", "data.prompts", dataset_dir="ONLINE"))
+    (row,) = read_datasets(DataSource("org/alpaca", key="data.prompts", dataset_dir="ONLINE")).rows
     assert row == {"prompt": [user("the cat\nsees")], "messages": [user("the cat\nsees"), assistant("a dog")]}
 
 
@@ -401,12 +395,12 @@ def test_origins_that_are_refused(tmp_path, key):
 
 def test_names_and_folders_that_are_not_there(entry, tmp_path):
     with pytest.raises(DataError, match=r"^k: .*dataset_info\.json has no dataset e; it has d, other$"):
-        check_datasets(["d", "e"], "k", dataset_dir=entry([]))
+        check_datasets(DataSource(["d", "e"], "k", dataset_dir=entry([])))
     with pytest.raises(DataError, match=r"^data\.dataset_dir: .*none/dataset_info\.json cannot be read"):
-        check_datasets("d", "k", dataset_dir=str(tmp_path / "none"))
+        check_datasets(DataSource("d", "k", dataset_dir=str(tmp_path / "none")))
     (tmp_path / "dataset_info.json").write_text("{")
     with pytest.raises(DataError, match="is not JSON"):
-        check_datasets("d", "k", dataset_dir=str(tmp_path))
+        check_datasets(DataSource("d", "k", dataset_dir=str(tmp_path)))
 
 
 ALPACA = {"instruction": "a", "output": "b"}
@@ -455,20 +449,17 @@ ALPACA = {"instruction": "a", "output": "b"}
 def test_rows_that_do_not_fit_are_named(entry, row, settings, message):
     good = {"conversations": TURNS} if settings.get("formatting") else ALPACA
     with pytest.raises(DataError, match=f"row 1, {'conversations, ' if 'turn ' in message[:5] else ''}{message}"):
-        load_prompts(
-            "d", tiny_tokenizer(), split="train", max_prompt_length=64, key="k", **CHAT,
-            dataset_dir=entry([good, row], **settings),
-        )  # fmt: skip
+        load_prompts("d", key="k", dataset_dir=entry([good, row], **settings))
 
 
 def test_several_datasets_are_joined_and_each_is_cut(tmp_path):
     for name, count in (("a", 3), ("b", 2)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"prompt": f"{name}{i}"}) for i in range(count)))
     files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
-    table = read_datasets(files, split="train", key="k", max_samples=2)
+    table = read_datasets(DataSource(files, key="k", max_samples=2))
     assert [row["prompt"] for row in table.rows] == ["a0", "a1", "b0", "b1"]
     assert table.where(2) == f"{files[1]}, row 0 (line 1)"
-    assert [row["prompt"] for row in read_datasets(files[1], split="train", key="k").rows] == ["b0", "b1"]
+    assert [row["prompt"] for row in read_datasets(DataSource(files[1], key="k")).rows] == ["b0", "b1"]
     (tmp_path / "none.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"none\.jsonl has no rows"):
-        read_datasets([*files, str(tmp_path / "none.jsonl")], split="train", key="k")
+        read_datasets(DataSource([*files, str(tmp_path / "none.jsonl")], key="k"))

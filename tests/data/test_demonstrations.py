@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.data.loading import load_demonstrations, load_prompts
 from tests.tiny import BOS, EOS, VOCABULARY, tiny_bpe_tokenizer, tiny_tokenizer
-from tether.data.demonstrations import Demonstration, demonstration_batches, load_demonstrations
-from tether.data.prompts import load_prompts
+from tether.data.demonstrations import Demonstration, demonstration_batches
 from tether.data.stream import PromptStream
 from tether.errors import ConfigError, DataError
 
@@ -26,9 +26,7 @@ def load(tmp_path):
     """Loads rows through a .jsonl file."""
 
     def load(rows, tokenizer=None, **options):
-        defaults = {"max_length": 64, "chat_template": "auto", "system_prompt": None, "end_ids": {EOS}}
-        path, options = write(tmp_path, rows), defaults | options
-        return load_demonstrations(path, tokenizer or tiny_tokenizer(), split="train", key="data.ptx", **options)
+        return load_demonstrations(write(tmp_path, rows), tokenizer, key="data.ptx", **options)
 
     return load
 
@@ -64,8 +62,7 @@ def test_a_form_is_the_policys_query_and_an_answer_closed_by_the_end_token(load,
     assert demonstration.query_ids == ((BOS,) if bos else ()) + ids("<user> the cat <eos> <assistant>")
     assert demonstration.response_ids == ids("a dog <eos>")
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "the cat"}))
-    options = {"max_prompt_length": 64, "chat_template": "auto", "system_prompt": None, "key": "data.prompts"}
-    prompts = load_prompts(str(tmp_path / "prompts.jsonl"), tiny_tokenizer(bos=bos), split="train", **options).prompts
+    prompts = load_prompts(str(tmp_path / "prompts.jsonl"), tiny_tokenizer(bos=bos)).prompts
     assert demonstration.query_ids == prompts[0].token_ids
 
 
@@ -142,27 +139,24 @@ def test_an_answer_is_closed_by_the_end_token_of_the_template(load):
 
 def test_demonstrations_over_the_limit_are_dropped_and_counted(load):
     rows = [{"text": text} for text in ("the cat", "the cat sees a dog", "rain or sun", "a dog and a cat")]
-    data = load(rows, max_length=3)
+    data = load(rows, limit=3)
     assert [each.row for each in data.demonstrations] == [0, 2], "the limit itself is allowed"
     assert (data.num_rows, data.num_too_long) == (4, 2)
     rows = [{"prompt": "cat", "completion": "is"}, {"prompt": "cat", "completion": "is not"}]
-    data = load(rows, max_length=6)  # <user> cat <eos> <assistant> is <eos>
+    data = load(rows, limit=6)  # <user> cat <eos> <assistant> is <eos>
     assert [each.row for each in data.demonstrations] == [0]
 
 
 def test_nothing_within_the_limit(load):
     told = r"data\.ptx: every demonstration of .* \(2 demonstrations\) .*max_ptx_length 2; the shortest has 3"
     with pytest.raises(DataError, match=told):
-        load([{"text": "the cat is"}, {"text": "the cat is red"}], max_length=2)
+        load([{"text": "the cat is"}, {"text": "the cat is red"}], limit=2)
 
 
 def test_no_rows(tmp_path):
     (tmp_path / "none.json").write_text("[]")
     with pytest.raises(DataError, match=r"^data\.ptx: .*none\.json has no rows$"):
-        load_demonstrations(
-            str(tmp_path / "none.json"), tiny_tokenizer(), split="train", max_length=8, chat_template="auto",
-            system_prompt=None, end_ids={EOS}, key="data.ptx",
-        )  # fmt: skip
+        load_demonstrations(str(tmp_path / "none.json"), key="data.ptx")
 
 
 @pytest.mark.parametrize("names", [("prompt",), ("completion", "label"), ("better", "rejected")])

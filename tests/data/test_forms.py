@@ -8,19 +8,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.tiny import EOS, tiny_bpe_tokenizer, tiny_tokenizer
+from tests.data.loading import load_demonstrations, load_judged, load_pairs, load_prompts
+from tests.tiny import tiny_bpe_tokenizer, tiny_tokenizer
 from tether.compat.trl.data import prompts_of
-from tether.data.demonstrations import load_demonstrations
 from tether.data.forms import transcript_messages, transcript_parts
 from tether.data.held_out import split_off
-from tether.data.judged import load_judged
-from tether.data.pairs import load_pairs
-from tether.data.prompts import load_prompts, split_prompts
+from tether.data.prompts import split_prompts
 from tether.errors import DataError
 
 HUMAN = "\n\nHuman: the cat\n\nAssistant: sees\n\nHuman: you\n\nAssistant:"
 QUERY = "<user> the cat <eos> <assistant> sees <eos> <user> you <eos> <assistant>"
-OPTIONS = {"split": "train", "chat_template": "auto", "system_prompt": None, "key": "data.k"}
 
 
 @pytest.fixture
@@ -33,17 +30,17 @@ def write(tmp_path):
 
 
 def prompts(file, tokenizer=None, **options):
-    return load_prompts(file, tokenizer or tiny_tokenizer(), max_prompt_length=64, **OPTIONS | options).prompts
+    return load_prompts(file, tokenizer, **options).prompts
 
 
 def test_transcripts_are_conversations_for_a_model_with_a_template(write):
     file = write({"chosen": f"{HUMAN} runs", "rejected": f"{HUMAN} eats"})
     tokenizer = tiny_tokenizer()
-    (pair,) = load_pairs(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).pairs
+    (pair,) = load_pairs(file, tokenizer).pairs
     assert tokenizer.decode(pair.chosen_ids) == f"{QUERY} runs <eos>"
     assert tokenizer.decode(pair.rejected_ids) == f"{QUERY} eats <eos>"
     assert [prompt.text for prompt in prompts(file)] == [QUERY]
-    (demonstration,) = load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).demonstrations
+    (demonstration,) = load_demonstrations(file, tokenizer).demonstrations
     assert tokenizer.decode(demonstration.response_ids) == "runs <eos>"
     assert [prompt.text for prompt in prompts(write({"prompt": HUMAN}))] == [QUERY]
 
@@ -54,7 +51,7 @@ def test_transcripts_stay_text_for_a_model_without(write, how):
     tokenizer = tiny_tokenizer(chat_template=how != "no template")
     options = {"chat_template": "none"} if how == "template none" else {}
     file = write({"chosen": f"{HUMAN} runs", "rejected": f"{HUMAN} eats"})
-    (pair,) = load_pairs(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS | options).pairs
+    (pair,) = load_pairs(file, tokenizer, **options).pairs
     ids = tokenizer(HUMAN, add_special_tokens=False)["input_ids"]
     assert list(pair.chosen_ids[: pair.query_length]) == ids
     assert tokenizer.decode(pair.chosen_ids[pair.query_length :]) == "runs <eos>"
@@ -85,16 +82,16 @@ def test_a_transcript_by_hand():
 def test_transcripts_that_do_not_fit_are_named(write, row, message):
     good = {"chosen": f"{HUMAN} runs", "rejected": f"{HUMAN} eats"}
     with pytest.raises(DataError, match=rf"rows\.jsonl, row 1 \(line 2\).*{message}"):
-        load_pairs(write(good, row), tiny_tokenizer(), max_length=64, end_ids={EOS}, **OPTIONS)
+        load_pairs(write(good, row))
 
 
 def test_transcripts_with_different_prompts_are_named_without_a_template_too(write):
     file = write({"chosen": f"{HUMAN} runs", "rejected": "\n\nHuman: a\n\nAssistant: b"})
     with pytest.raises(DataError, match=r"row 0 .*different prompts"):
-        load_pairs(file, tiny_tokenizer(chat_template=False), max_length=64, end_ids={EOS}, **OPTIONS)
+        load_pairs(file, tiny_tokenizer(chat_template=False))
     file = write({"chosen": f"{HUMAN} runs\n\nHuman: a", "rejected": f"{HUMAN} eats"})
     with pytest.raises(DataError, match=r"row 0 .*chosen: the transcript does not end with the assistant's turn"):
-        load_pairs(file, tiny_tokenizer(chat_template=False), max_length=64, end_ids={EOS}, **OPTIONS)
+        load_pairs(file, tiny_tokenizer(chat_template=False))
 
 
 def test_sharegpt_columns(write):
@@ -103,7 +100,7 @@ def test_sharegpt_columns(write):
     assert prompt.source == [{"role": "user", "content": "the cat"}]
     tokenizer = tiny_tokenizer()
     file = write({"conversations": turns})
-    (demonstration,) = load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).demonstrations
+    (demonstration,) = load_demonstrations(file, tokenizer).demonstrations
     assert tokenizer.decode(demonstration.response_ids) == "sees <eos>"
     with pytest.raises(DataError, match=r"row 0 .*messages: got the turn .*wanted from and value"):
         prompts(write({"conversations": [turns[0], {"from": "gpt"}]}))
@@ -153,10 +150,10 @@ def read_every_way(source):
     tokenizer = tiny_tokenizer()
     readers = {
         "prompts": lambda: [p.source for p in prompts(source, tokenizer)],
-        "demonstrations": lambda: load_demonstrations(source, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS),
-        "pairs": lambda: load_pairs(source, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS),
+        "demonstrations": lambda: load_demonstrations(source, tokenizer),
+        "pairs": lambda: load_pairs(source, tokenizer),
         "judged": lambda: [
-            (r.prompt, r.answers) for r in load_judged(source, split="train", key="data.k", is_chat=True).rows
+            (r.prompt, r.answers) for r in load_judged(source, key="data.k").rows
         ],
     }
     found = {}
@@ -228,7 +225,7 @@ def test_a_column_system_is_the_system_message_of_its_row(tmp_path, name):
 @pytest.mark.parametrize("read", ["prompts", "dataset in memory", "pairs", "demonstrations"])
 def test_every_stage_reads_it(write, read):
     """It goes before the run's; the conversation's own goes before it."""
-    tokenizer, options = tiny_tokenizer(), OPTIONS | {"system_prompt": "dog"}
+    tokenizer, options = tiny_tokenizer(), {"system_prompt": "dog"}
     asked = [{"prompt": "the cat"}, {"prompt": [TURN]}, {"prompt": [OWN, TURN]}]
     asked = [row | {"system": "we"} for row in asked] + [{"prompt": "the cat", "system": None}]
     rows = [row | {"chosen": "sees", "rejected": "eats"} for row in asked]
@@ -236,9 +233,9 @@ def test_every_stage_reads_it(write, read):
     if read == "prompts":
         found = [prompt.text for prompt in prompts(file, tokenizer, system_prompt="dog")]
     elif read == "pairs":
-        found = [pair.query for pair in load_pairs(file, tokenizer, max_length=64, end_ids={EOS}, **options).pairs]
+        found = [pair.query for pair in load_pairs(file, tokenizer, **options).pairs]
     elif read == "demonstrations":
-        data = load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, **options)
+        data = load_demonstrations(file, tokenizer, **options)
         found = [tokenizer.decode(each.query_ids) for each in data.demonstrations]
     else:
         found = [prompt.text for prompt in prompts_of(rows, tokenizer, None, "train_dataset").prompts]
@@ -250,11 +247,11 @@ def test_every_stage_reads_it(write, read):
 def test_the_system_message_of_a_row_goes_before_whole_conversations(write):
     talk = [TURN, {"role": "assistant", "content": "sees"}, TURN, {"role": "assistant", "content": "runs"}]
     file, tokenizer = write({"chosen": talk, "rejected": talk[:2], "messages": talk, "system": "we"}), tiny_tokenizer()
-    data = load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, every_turn=True, **OPTIONS)
+    data = load_demonstrations(file, tokenizer, every_turn=True)
     queries = [tokenizer.decode(each.query_ids) for each in data.demonstrations]
     assert queries == [SYSTEM + CAT_QUERY, f"{SYSTEM}{CAT_QUERY} sees <eos> {CAT_QUERY}"]
     file = write({"chosen": talk[:2], "rejected": [TURN, talk[-1]], "system": "we"})
-    (pair,) = load_pairs(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).pairs
+    (pair,) = load_pairs(file, tokenizer).pairs
     assert pair.query == SYSTEM + CAT_QUERY
 
 
@@ -265,7 +262,7 @@ def test_a_column_with_another_name_is_the_system_message_if_named(write):
 
 
 def test_a_system_message_that_has_no_place_is_refused(write):
-    row, options = {"prompt": "the cat", "system": "we"}, {"max_length": 64, "end_ids": {EOS}, **OPTIONS}
+    row = {"prompt": "the cat", "system": "we"}
     for tokenizer, template, why in [
         (tiny_tokenizer(chat_template=False), "auto", "the tokenizer has none"),
         (tiny_tokenizer(), "none", r"data\.chat_template is none"),
@@ -277,10 +274,10 @@ def test_a_system_message_that_has_no_place_is_refused(write):
     (talk,) = prompts(write({"prompt": [TURN], "system": "we"}), chat_template="none")  # a conversation always has one
     assert talk.text == SYSTEM + CAT_QUERY
     with pytest.raises(DataError, match=r"row 0 .*, system: .* goes before a prompt, but the row is a whole text: "):
-        load_pairs(write({"chosen": "the cat", "rejected": "dog", "system": "we"}), tiny_tokenizer(), **options)
+        load_pairs(write({"chosen": "the cat", "rejected": "dog", "system": "we"}))
     with pytest.raises(DataError, match=r"row 0 .*, system: got 3, wanted the text of the row's system message"):
         prompts(write(row | {"system": 3}))
-    data = load_demonstrations(write({"text": "the cat", "system": "we"}), tiny_tokenizer(), **options)
+    data = load_demonstrations(write({"text": "the cat", "system": "we"}))
     (text,) = data.demonstrations
     assert tiny_tokenizer().decode([*text.query_ids, *text.response_ids]) == "the cat"
 
@@ -339,9 +336,7 @@ def test_turns_are_known_by_the_names_that_datasets_have_for_their_roles(write, 
     for user in ROLES["user"]:
         for assistant in ROLES["assistant"]:
             turns = [{role: user, content: "the cat"}, {role: assistant, content: "sees"}]
-            read = load_demonstrations(
-                write({"messages": turns}), tiny_tokenizer(), max_length=64, end_ids={EOS}, **OPTIONS
-            ).demonstrations
+            read = load_demonstrations(write({"messages": turns})).demonstrations
             assert tiny_tokenizer().decode(read[0].query_ids) == "<user> the cat <eos> <assistant>"
             with pytest.raises(DataError, match="already ends its answer"):
                 prompts(write({"messages": turns}))
@@ -356,7 +351,7 @@ def test_a_role_that_no_one_knows_is_refused_with_the_way_to_map_it(write, turn)
         prompts(write({"messages": [asked, turn, asked]}))
     file, tokenizer = write({"messages": [asked, turn]}), tiny_tokenizer()
     with pytest.raises(DataError, match=rf"row 0 \(line 1\), messages: the last message is .*{told}"):
-        load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS)
+        load_demonstrations(file, tokenizer)
     tokenizer.chat_template = "{# robot #}" + tokenizer.chat_template
     assert prompts(write({"messages": [asked, turn, asked]}), tokenizer), "a template may have roles of its own"
 
@@ -416,9 +411,9 @@ def test_content_in_parts_of_text_is_that_text(write):
     assert prompt.text == "<user> the cat <eos> <assistant>"
     worse = [turns[0], {"role": "assistant", "content": parts("runs", " <eos>")}]
     file, tokenizer = write({"chosen": turns, "rejected": worse}), tiny_tokenizer()
-    (pair,) = load_pairs(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).pairs
+    (pair,) = load_pairs(file, tokenizer).pairs
     assert tokenizer.decode(pair.chosen_ids) == "<user> the cat <eos> <assistant> sees <eos>"
-    (demonstration,) = load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).demonstrations
+    (demonstration,) = load_demonstrations(file, tokenizer).demonstrations
     assert tokenizer.decode(demonstration.response_ids) == "sees <eos>"
 
 
@@ -439,7 +434,7 @@ def test_parts_that_are_not_text_are_named(write):
     assert "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" not in str(refused.value)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [*parts("b"), image]}]
     with pytest.raises(DataError, match=rf"row 0 .*, messages: the last message is .*: its {told}"):
-        load_demonstrations(write({"messages": turns}), tiny_tokenizer(), max_length=64, end_ids={EOS}, **OPTIONS)
+        load_demonstrations(write({"messages": turns}))
 
 
 TURN = {"role": "user", "content": "the cat"}
@@ -465,10 +460,10 @@ def test_of_prompt_and_messages_the_one_that_is_there_is_read(write, nothing):
         {"prompt": nothing, "completion": "sees", "messages": [TURN]},
         {"prompt": "the cat", "completion": "sees", "messages": [{"role": "user", "content": "a dog"}]},
     ]
-    shown = load_demonstrations(write(*rows), tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).demonstrations
+    shown = load_demonstrations(write(*rows), tokenizer).demonstrations
     whole = [tokenizer.decode([*each.query_ids, *each.response_ids]) for each in shown]
     assert whole == [f"{query} sees <eos>"] * 4
-    judged = load_judged(write(*rows), split="train", key="FILE", is_chat=True).rows
+    judged = load_judged(write(*rows)).rows
     assert [(row.prompt, row.answers) for row in judged] == [
         ([TURN], ("sees",)), ("the cat", ("sees",)), ([TURN], ("sees",)), ("the cat", ("sees",)),
     ]  # fmt: skip
@@ -477,14 +472,14 @@ def test_of_prompt_and_messages_the_one_that_is_there_is_read(write, nothing):
         {"prompt": "the cat", "messages": nothing, "chosen": "sees", "rejected": "runs"},
         {"prompt": nothing, "messages": nothing, "chosen": [TURN, says], "rejected": [TURN, runs]},
     ]
-    read = load_pairs(write(*pairs), tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).pairs
+    read = load_pairs(write(*pairs), tokenizer).pairs
     assert [tokenizer.decode(pair.chosen_ids) for pair in read] == [f"{query} sees <eos>"] * 3
 
 
 def test_answers_beside_a_finished_conversation_are_no_whole_texts(write):
     row = {"messages": [TURN, {"role": "assistant", "content": "x"}], "chosen": "sees", "rejected": "runs"}
     with pytest.raises(DataError, match=r"are whole texts, but there is a column messages\. Rename it to prompt"):
-        load_pairs(write(row), tiny_tokenizer(), max_length=64, end_ids={EOS}, **OPTIONS)
+        load_pairs(write(row))
 
 
 def test_the_prompt_of_a_preferred_conversation(write):
@@ -511,15 +506,12 @@ def test_the_blank_that_a_template_writes_before_an_answer_is_the_answers(write)
     for blank, answer in ((" ", " sees"), ("", "sees")):
         tokenizer = tiny_bpe_tokenizer()
         tokenizer.chat_template = tokenizer.chat_template.replace("> {{", f">{blank}{{{{")
-        found = load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).demonstrations
+        found = load_demonstrations(file, tokenizer).demonstrations
         assert [tokenizer.decode(each.response_ids[:-1]) for each in found] == [answer, " sees"]
 
 
 def test_a_share_is_held_out_by_prompt(write):
-    data = load_prompts(
-        write(*({"prompt": f"the {word}"} for word in ("cat", "dog", "sun", "day") * 3)),
-        tiny_tokenizer(), max_prompt_length=64, **OPTIONS,
-    )  # fmt: skip
+    data = load_prompts(write(*({"prompt": f"the {word}"} for word in ("cat", "dog", "sun", "day") * 3)))
     train, held_out = split_prompts(data, 0.25, seed=1)
     assert (len(train.prompts), len(held_out.prompts)) == (9, 3)
     assert not {p.text for p in train.prompts} & {p.text for p in held_out.prompts}
@@ -548,7 +540,7 @@ def test_datasets_of_several_forms_are_joined(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
     sources = [files[name] for name in ("answers", "chats", "texts", "pairs")]
     tokenizer = tiny_tokenizer()
-    read = load_demonstrations(sources, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).demonstrations
+    read = load_demonstrations(sources, tokenizer).demonstrations
     assert [(each.row, tokenizer.decode(each.response_ids)) for each in read] == [
         (0, "eats <eos>"), (1, "runs <eos>"), (2, "sun is red"), (3, "runs <eos>"),
     ]  # fmt: skip
@@ -564,16 +556,15 @@ def test_answers_that_all_begin_with_their_prompt_are_refused(write, chat):
     whole = [{"prompt": a, "completion": f"{a} {b}", "chosen": f"{a} {b}", "rejected": f"{a} not"} for a, b in texts]
     some = [*whole, {"prompt": "a", "completion": "it", "chosen": "it", "rejected": "is"}]
     tokenizer, told = tiny_tokenizer(chat_template=chat), r"jsonl: all answers begin with their prompt, .*: remove it"
-    options = {"max_length": 64, "end_ids": {EOS}, **OPTIONS}
 
     def pairs(file):
-        return load_pairs(file, tokenizer, **options).pairs
+        return load_pairs(file, tokenizer).pairs
 
     def demonstrations(file):
-        return load_demonstrations(file, tokenizer, **options).demonstrations
+        return load_demonstrations(file, tokenizer).demonstrations
 
     def judged(file):
-        return load_judged(file, split="train", key="FILE", is_chat=chat).rows
+        return load_judged(file, is_chat=chat).rows
 
     for read in (pairs, demonstrations, judged):
         with pytest.raises(DataError, match=told):
@@ -590,7 +581,7 @@ def test_a_completion_that_is_a_whole_conversation_holds_its_prompt_once(write, 
     tokenizer = tiny_tokenizer()
     for completion in ([says], [TURN, says]):
         file = write({"prompt": prompt, "completion": completion})
-        (shown,) = load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).demonstrations
+        (shown,) = load_demonstrations(file, tokenizer).demonstrations
         assert tokenizer.decode(shown.query_ids + shown.response_ids) == "<user> the cat <eos> <assistant> sees <eos>"
-        (row,) = load_judged(file, split="train", key="FILE", is_chat=True).rows
+        (row,) = load_judged(file).rows
         assert (row.prompt, row.answers) == (prompt if completion == [says] else [TURN], ("sees",))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tether.data.judged import load_judged
+from tests.data.loading import load_judged
 from tether.errors import DataError
 
 
@@ -19,7 +19,7 @@ def says(text):
 def loaded(folder, *rows, is_chat=True):
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return load_judged(str(file), split="train", key="FILE", is_chat=is_chat)
+    return load_judged(str(file), is_chat=is_chat)
 
 
 PAIRS = {

@@ -4,11 +4,9 @@ import json
 
 import pytest
 
+from tests.data.loading import load_demonstrations, load_pairs, load_prompts
 from tests.tiny import BOS, EOS, VOCABULARY, tiny_bpe_tokenizer, tiny_tokenizer
 from tether.compat.trl.data import prompts_of
-from tether.data.demonstrations import load_demonstrations
-from tether.data.pairs import load_pairs
-from tether.data.prompts import load_prompts
 from tether.errors import ConfigError, DataError
 
 
@@ -16,18 +14,10 @@ from tether.errors import ConfigError, DataError
 def load(tmp_path):
     """Loads rows through a .jsonl file."""
 
-    def load(rows, tokenizer=None, *, max_prompt_length=64, chat_template="auto", system_prompt=None):
+    def load(rows, tokenizer=None, **options):
         path = tmp_path / "prompts.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return load_prompts(
-            str(path),
-            tokenizer or tiny_tokenizer(),
-            split="train",
-            max_prompt_length=max_prompt_length,
-            chat_template=chat_template,
-            system_prompt=system_prompt,
-            key="data.prompts",
-        )
+        return load_prompts(str(path), tokenizer, key="data.prompts", **options)
 
     return load
 
@@ -116,17 +106,17 @@ def test_other_columns_reach_the_prompt(load):
 
 def test_prompts_over_the_limit_are_dropped_and_counted(load):
     rows = [{"prompt": text} for text in ("cat", "the cat sees a dog", "dog", "a dog and a cat")]
-    data = load(rows, max_prompt_length=4)
+    data = load(rows, limit=4)
     assert [prompt.row for prompt in data.prompts] == [0, 2]
     assert (data.num_rows, data.num_too_long) == (4, 2)
     assert data.note.endswith("prompts.jsonl: 2 of 4 prompts, 2 dropped as longer than 4 tokens")
-    assert load(rows, max_prompt_length=8).note.endswith("prompts.jsonl: 4 of 4 prompts")
+    assert load(rows, limit=8).note.endswith("prompts.jsonl: 4 of 4 prompts")
 
 
 def test_nothing_within_the_limit(load):
     told = r"data\.prompts: every prompt of .* \(2 prompts\) .*max_prompt_length 3; the shortest has 4"
     with pytest.raises(DataError, match=told):
-        load([{"prompt": "cat"}, {"prompt": "a cat"}], max_prompt_length=3)
+        load([{"prompt": "cat"}, {"prompt": "a cat"}], limit=3)
 
 
 REFUSED = {
@@ -206,15 +196,7 @@ def test_no_rows_and_no_column(load):
 def test_an_empty_dataset(tmp_path):
     (tmp_path / "none.json").write_text("[]")
     with pytest.raises(DataError, match=r"none\.json has no rows"):
-        load_prompts(
-            str(tmp_path / "none.json"),
-            tiny_tokenizer(),
-            split="train",
-            max_prompt_length=4,
-            chat_template="auto",
-            system_prompt=None,
-            key="data.prompts",
-        )
+        load_prompts(str(tmp_path / "none.json"))
 
 
 def test_nulls_that_parquet_fills_in_are_no_part_of_a_message(tmp_path):
@@ -223,15 +205,7 @@ def test_nulls_that_parquet_fills_in_are_no_part_of_a_message(tmp_path):
 
     rows = [{"messages": [user("cat")]}, {"messages": [{**user("dog"), "name": "i"}]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
-    data = load_prompts(
-        str(tmp_path / "chat.parquet"),
-        tiny_tokenizer(),
-        split="train",
-        max_prompt_length=64,
-        chat_template="auto",
-        system_prompt=None,
-        key="data.prompts",
-    )
+    data = load_prompts(str(tmp_path / "chat.parquet"))
     assert [prompt.source for prompt in data.prompts] == [rows[0]["messages"], rows[1]["messages"]]
 
 
@@ -255,8 +229,7 @@ def test_nulls_that_parquet_fills_in_are_no_part_of_tools_and_calls(tmp_path):
         tools = [{"name": name, "parameters": {name: {"enum": [name, other], "type": other}}}]
         rows.append({"messages": [user(name), call({name: other}), {"role": "tool", "content": "red"}], "tools": tools})
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "calls.parquet")
-    options = {"split": "train", "max_prompt_length": 256, "chat_template": "auto", "system_prompt": None, "key": "k"}
-    first, second = load_prompts(str(tmp_path / "calls.parquet"), tokenizer, **options).prompts
+    first, second = load_prompts(str(tmp_path / "calls.parquet"), tokenizer, limit=256).prompts
     assert first.text == (
         '[{"name": "cat", "parameters": {"cat": {"enum": ["cat", "dog"], "type": "dog"}}}] <user> cat '
         '<assistant> {"arguments": {"cat": "dog"}} <tool> red '
@@ -303,10 +276,9 @@ TEMPLATED = "<user> the cat <eos> <assistant>"
 
 def read_by(kind, path, tokenizer, **changes):
     """The prompts of a file, as each kind of dataset has them."""
-    usual = {"split": "train", "chat_template": "auto", "system_prompt": None, "key": f"data.{kind}"} | changes
+    usual = {"key": f"data.{kind}"} | changes
     if kind == "prompts":
-        return [each.token_ids for each in load_prompts(path, tokenizer, max_prompt_length=64, **usual).prompts]
-    usual |= {"max_length": 64, "end_ids": {EOS}}
+        return [each.token_ids for each in load_prompts(path, tokenizer, **usual).prompts]
     if kind == "pairs":
         return [each.chosen_ids[: each.query_length] for each in load_pairs(path, tokenizer, **usual).pairs]
     return [each.query_ids for each in load_demonstrations(path, tokenizer, **usual).demonstrations]

@@ -7,13 +7,11 @@ import json
 import pytest
 from tokenizers import AddedToken
 
+from tests.data.loading import load_demonstrations, load_pairs, load_prompts
 from tests.models.test_answer_texts import TOKENIZERS
 from tests.tiny import CHAT_TEMPLATE, EOS, PAD, UNK, save_tiny, tiny_bpe_tokenizer, tiny_tokenizer
 from tests.train.runs import tiny_run
 from tether.config.source import SourceConfig
-from tether.data.demonstrations import load_demonstrations
-from tether.data.pairs import load_pairs
-from tether.data.prompts import load_prompts
 from tether.data.typed import TypedTokens
 from tether.errors import DataError
 from tether.inference.judges import load_reader
@@ -23,8 +21,7 @@ from tether.train.inputs import load_data
 def queries(folder, tokenizer, *rows, **changes):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows), encoding="utf-8")
-    usual = {"split": "train", "max_prompt_length": 512, "chat_template": "auto", "system_prompt": None, "key": "k"}
-    return load_prompts(str(path), tokenizer, **usual | changes).prompts
+    return load_prompts(str(path), tokenizer, limit=512, **changes).prompts
 
 
 def end_of(tokenizer):
@@ -144,8 +141,7 @@ def test_an_answer_of_a_dataset_does_not_end_before_its_end(tmp_path, make, aske
     turns = [user, {"role": "assistant", "content": typed}, user, {"role": "assistant", "content": "good"}]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": turns, "prompt": "a", "chosen": typed, "rejected": f"day {end}"}) + "\n")
-    usual = {"split": "train", "max_length": 512, "chat_template": "auto", "system_prompt": None, "key": "k"}
-    usual |= {"end_ids": {number}, "special_tokens": asked}
+    usual = {"limit": 512, "end_ids": {number}, "special_tokens": asked}
     first, last = load_demonstrations(str(path), tokenizer, **usual, every_turn=True).demonstrations
     (pair,) = load_pairs(str(path), tokenizer, **usual).pairs
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special} - {UNK}
@@ -215,8 +211,7 @@ def test_a_typed_end_in_a_tool_ends_nothing(tmp_path):
     tokenizer.chat_template = TOOL_TEMPLATE
     tools = [{"name": "find", "description": "the <eos> cat"}]
     path.write_text(json.dumps({"prompt": "the cat", "tools": tools}) + "\n")
-    usual = {"split": "train", "max_prompt_length": 512, "chat_template": "auto", "system_prompt": None, "key": "k"}
-    (prompt,) = load_prompts(str(path), tokenizer, **usual).prompts
+    (prompt,) = load_prompts(str(path), tokenizer, limit=512).prompts
     assert prompt.token_ids.count(EOS) == 1
     assert prompt.text.startswith(json.dumps(tools))
 
@@ -224,8 +219,7 @@ def test_a_typed_end_in_a_tool_ends_nothing(tmp_path):
 def test_text_that_an_answer_continues_is_taken_as_it_is(tmp_path):
     tokenizer = tiny_tokenizer(chat_template=False)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "the <eos> cat"}) + "\n")
-    usual = {"split": "train", "max_length": 512, "chat_template": "auto", "system_prompt": None, "key": "k"}
-    (one,) = load_demonstrations(str(tmp_path / "rows.jsonl"), tokenizer, **usual, end_ids={EOS}).demonstrations
+    (one,) = load_demonstrations(str(tmp_path / "rows.jsonl"), tokenizer, limit=512, end_ids={EOS}).demonstrations
     assert one.response_ids.count(EOS) == 2
 
 
@@ -234,8 +228,7 @@ def test_an_answer_that_its_text_closes_is_closed_once(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE.replace("eos_token", "'<pad>'")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "the cat<pad>\n"}) + "\n")
-    usual = {"split": "train", "max_length": 512, "chat_template": "auto", "system_prompt": None, "key": "k"}
-    (one,) = load_demonstrations(str(tmp_path / "rows.jsonl"), tokenizer, **usual, end_ids={EOS, PAD}).demonstrations
+    (one,) = load_demonstrations(str(tmp_path / "rows.jsonl"), tokenizer, limit=512, end_ids={EOS, PAD}).demonstrations
     assert tokenizer.decode(one.response_ids) == "the cat <pad>"
 
 

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests.data.loading import load_prompts
 from tether.config.schema import RunConfig
 from tether.data.collate import collate
-from tether.data.prompts import load_prompts
 from tether.demo.model import prepare_model
 from tether.demo.run import cache_folder
 from tether.generation.build import build_generator
@@ -36,10 +36,7 @@ def test_it_answers_and_its_roles_agree(tmp_path):
         output_dir=tmp_path / "out",
     )
     tokenizer = load_tokenizer(str(path))
-    prompts = load_prompts(
-        config.data.prompts, tokenizer, split="train", max_prompt_length=96, chat_template="auto", system_prompt=None,
-        key="data.prompts",
-    ).prompts  # fmt: skip
+    prompts = load_prompts(config.data.prompts, tokenizer, limit=96).prompts
     roles = build_roles(config, tokenizer, device="cpu", autocast_dtype=torch.bfloat16)
     stops = stop_token_ids(tokenizer, roles.policy.generation_config, "eos")
     sampling = Sampling(12, 0.0, stops)

@@ -15,12 +15,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.data.loading import load_prompts
 from tests.faults.test_state import rewritten
-from tests.tiny import tiny_tokenizer
 from tests.train.runs import tiny_run
 from tether.cli.display import RunDisplay
 from tether.config.load import dump_config
-from tether.data.prompts import load_prompts
 from tether.errors import USER_ERRORS, CheckpointError, ConfigError, ModelError
 from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm
@@ -70,9 +69,7 @@ def test_lines_of_ten_megabytes_are_dropped_and_counted_in_bounded_time_and_memo
     source = write_rows(tmp_path / "long.jsonl", ["the cat", "x" * 10_000_000, "the dog"])
     start = time.perf_counter()
     tracemalloc.start()
-    data = load_prompts(
-        source, tiny_tokenizer(), split="train", max_prompt_length=64, chat_template="auto", system_prompt=None, key="k"
-    )
+    data = load_prompts(source)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [prompt.row for prompt in data.prompts][::len(data.prompts) - 1] == [0, 2]

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from tests.data.loading import load_pairs, load_prompts
 from tests.tiny import BOS, EOS, tiny_tokenizer
-from tether.data.pairs import Pair, load_pairs, split_pairs
-from tether.data.prompts import load_prompts
+from tether.data.pairs import Pair, split_pairs
 from tether.errors import ConfigError, DataError
 
 USER = {"role": "user", "content": "the cat sees"}
@@ -19,8 +19,7 @@ def assistant(text):
 def load(tmp_path, rows, tokenizer, **options):
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
-    defaults = {"split": "train", "max_length": 64, "chat_template": "auto", "system_prompt": None, "key": "data.pairs"}
-    return load_pairs(str(file), tokenizer, end_ids={EOS}, **defaults | options)
+    return load_pairs(str(file), tokenizer, key="data.pairs", **options)
 
 
 def ids(text, tokenizer):
@@ -44,8 +43,7 @@ def test_every_form_is_the_policys_query_and_answer_closed_by_the_end_token(tmp_
     tokenizer = tiny_tokenizer(bos=bos)
     (pair,) = load(tmp_path, [row], tokenizer).pairs
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "the cat sees"}))
-    options = {"max_prompt_length": 64, "chat_template": "auto", "system_prompt": None, "key": "data.prompts"}
-    (prompt,) = load_prompts(str(tmp_path / "prompts.jsonl"), tokenizer, split="train", **options).prompts
+    (prompt,) = load_prompts(str(tmp_path / "prompts.jsonl"), tokenizer).prompts
     assert pair.chosen_ids == (*prompt.token_ids, *ids("a dog", tokenizer), EOS)
     assert pair.rejected_ids == (*prompt.token_ids, *ids("rain", tokenizer), EOS)
     assert pair.query_length == len(prompt.token_ids)
@@ -82,15 +80,14 @@ def test_an_answer_is_closed_by_the_end_token_of_the_template(tmp_path):
     tokenizer.chat_template = tokenizer.chat_template.replace("{{ eos_token }}", "<system>")
     file = tmp_path / "pairs.json"
     file.write_text(json.dumps([{"prompt": "the cat sees", "chosen": "a dog", "rejected": "rain"}]))
-    options = {"split": "train", "max_length": 64, "chat_template": "auto", "system_prompt": None, "key": "k"}
     turn_end = tokenizer.convert_tokens_to_ids("<system>")
-    (pair,) = load_pairs(str(file), tokenizer, end_ids={EOS, turn_end}, **options).pairs
+    (pair,) = load_pairs(str(file), tokenizer, end_ids={EOS, turn_end}).pairs
     assert pair.chosen_ids[-1] == pair.rejected_ids[-1] == turn_end
-    (pair,) = load_pairs(str(file), tokenizer, end_ids={EOS}, **options).pairs
+    (pair,) = load_pairs(str(file), tokenizer, end_ids={EOS}).pairs
     assert pair.chosen_ids[-1] == EOS
     # Phi's own templates write their turn's end, and the tokenizer's end token behind the whole conversation
     tokenizer.chat_template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
-    (pair,) = load_pairs(str(file), tokenizer, end_ids={EOS, turn_end}, **options).pairs
+    (pair,) = load_pairs(str(file), tokenizer, end_ids={EOS, turn_end}).pairs
     assert pair.chosen_ids[-1] == pair.rejected_ids[-1] == turn_end
 
 
@@ -101,7 +98,7 @@ def test_pairs_over_the_limit_and_equal_pairs_are_dropped_and_counted(tmp_path):
         {"prompt": "the", "chosen": "good", "rejected": "bad " * 20},
         {"prompt": "the", "chosen": "good", "rejected": "good"},
     ]
-    data = load(tmp_path, rows, tiny_tokenizer(), max_length=6)
+    data = load(tmp_path, rows, tiny_tokenizer(), limit=6)
     assert [pair.row for pair in data.pairs] == [0]
     assert (data.num_rows, data.num_too_long, data.num_equal) == (4, 2, 1)
     assert len(data.pairs[0].chosen_ids) == 6, "the limit itself is allowed"

@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from trl import RewardConfig
 
+from tests.data.loading import load_pairs
 from tests.models.build import of_kind, save_adapter, save_model
-from tests.tiny import EOS, KINDS, save_tiny, tiny_tokenizer
+from tests.tiny import KINDS, save_tiny, tiny_tokenizer
 from tether.config.chat import with_now
 from tether.config.load import dump_config, load_config
 from tether.config.model import LoraConfig
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import RunConfig
 from tether.config.sft_stage import SftModelConfig
-from tether.data.pairs import load_pairs
 from tether.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
@@ -96,8 +96,7 @@ def lora(tmp_path_factory):
 def held_out(config):
     """(token ids, reward in the file) of every held-out answer."""
     tokenizer = load_tokenizer(config.model.path)
-    options = {"max_length": 64, "chat_template": "auto", "system_prompt": None, "end_ids": {EOS}, "key": "data.pairs"}
-    pairs = {p.row: p for p in load_pairs(config.data.pairs, tokenizer, split="train", **options).pairs}
+    pairs = {p.row: p for p in load_pairs(config.data.pairs, tokenizer).pairs}
     rows = json.loads((config.output_dir / "reward_eval.json").read_text())["pairs"]
     return [
         (list(ids), row[side])
@@ -216,9 +215,8 @@ def test_the_first_loss_is_the_definition_on_the_start_model(tmp_path, kind, coe
     set_seed(config.train.seed)
     model = start_model(config.model, None, precision=None, device=torch.device("cpu"))
     tokenizer = load_tokenizer(config.model.path)
-    options = {"max_length": 64, "chat_template": "auto", "system_prompt": None, "end_ids": {EOS}, "key": "data.pairs"}
     losses, margins = [], []
-    for pair in load_pairs(config.data.pairs, tokenizer, split="train", **options).pairs:
+    for pair in load_pairs(config.data.pairs, tokenizer).pairs:
         with torch.no_grad():
             chosen, rejected = (
                 model.score(model.base_model(torch.tensor([ids])).last_hidden_state)[0, -1].item()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, TypeVar
 
@@ -27,9 +29,34 @@ Columns = Annotated[dict[str, str], AfterValidator(_known)]
 """Our names of columns, each with the one that a source has for it."""
 
 
-def sources(given: Sources) -> list[str]:
-    """The datasets that a key names."""
-    return [given] if isinstance(given, str) else given
+@dataclass(frozen=True)
+class DataSource:
+    """What is read under a key: one dataset, or several that are joined."""
+
+    given: Sources
+    """The value that the user wrote: .jsonl, .json, .csv or .parquet files, folders, or hub ids."""
+    key: str
+    """The configuration key or the option that it was written under, for messages."""
+    split: str = "train"
+    """Split to read if a dataset has several, or parts of splits."""
+    subset: str | None = None
+    """Subset to read if a dataset has several."""
+    revision: str | None = None
+    """Branch, tag or commit of hub datasets."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The datasets' column names by ours, where they differ. In a run's own data they take precedence over a column
+    with our name; in data named on the command line, that column does."""
+    dataset_dir: str | None = None
+    """Folder of a ``dataset_info.json``, whose entries ``given`` then names; they say split, subset and columns."""
+    max_samples: int | None = None
+    """Maximum number of rows to read from each dataset."""
+    drop_bad_rows: bool = False
+    """Whether rows that cannot be used are left out and counted instead of being an error."""
+
+    @property
+    def datasets(self) -> list[str]:
+        """The datasets, in order."""
+        return [self.given] if isinstance(self.given, str) else self.given
 
 
 def _moment(value: str) -> str:
@@ -71,7 +98,7 @@ class ChatKeys(Section):
 
     @property
     def chat(self) -> dict[str, Any]:
-        """These keys, as arguments of the functions that read data."""
+        """These keys, as arguments of ``QueryFormat``."""
         return {name: getattr(self, name) for name in ChatKeys.model_fields}
 
 
@@ -94,19 +121,20 @@ class DataKeys(ChatKeys):
     the prompt, also where the source has another column ``prompt``, which is then not read. A source without
     ``question`` keeps its own ``prompt``; one with neither is an error."""
 
-    def reading(self, name: str) -> dict[str, Any]:
-        """How the dataset under the key ``name`` is read, as the functions that read data take it."""
+    def source(self, name: str) -> DataSource:
+        """What is read under the key ``name``."""
         prefix = _prefix(name)
-        return {
-            "key": f"data.{name}",
-            "split": getattr(self, f"{prefix}split"),
-            "subset": getattr(self, f"{prefix}subset"),
-            "revision": getattr(self, f"{prefix}revision"),
-            "columns": getattr(self, "ptx_columns" if prefix == "ptx_" else "columns"),
-            "dataset_dir": self.dataset_dir,
-            "max_samples": self.max_samples,
-            "drop_bad_rows": self.drop_bad_rows,
-        }
+        return DataSource(
+            getattr(self, name),
+            key=f"data.{name}",
+            split=getattr(self, f"{prefix}split"),
+            subset=getattr(self, f"{prefix}subset"),
+            revision=getattr(self, f"{prefix}revision"),
+            columns=self.ptx_columns if prefix == "ptx_" else self.columns,
+            dataset_dir=self.dataset_dir,
+            max_samples=self.max_samples,
+            drop_bad_rows=self.drop_bad_rows,
+        )
 
     @model_validator(mode="after")
     def _entries_say_it_themselves(self) -> DataKeys:

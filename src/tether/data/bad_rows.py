@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+from tether.config.chat import DataSource
 from tether.config.keys import counted
 from tether.data.forms import plain_row
 from tether.data.sources import Row, Rows
@@ -61,25 +62,21 @@ def every(read: Callable[..., Result], places: Sequence[str], *columns: Sequence
 
 
 def usable(
-    table: Rows,
-    key: str,
-    is_chat: bool,
-    read: Callable[[list[Row], list[str], Sequence[int]], Result],
-    *,
-    drops: bool = False,
+    table: Rows, source: DataSource, is_chat: bool, read: Callable[[list[Row], list[str], Sequence[int]], Result]
 ) -> Result:
-    """What ``read`` makes of the rows that it can use.
+    """What ``read`` makes of the rows that it can use; a warning names those that are left out.
 
     Args:
-        key: the configuration key of the dataset, for messages.
+        table: the rows of ``source``.
         is_chat: as in ``plain_row``.
         read: gets rows as ``plain_row`` makes them, what messages call them, and their indices in ``table``; raises
             ``BadRows`` for those that it cannot use, and is then called again without them.
-        drops: whether rows that cannot be used are left out with a warning instead of being an error.
 
     Raises:
-        DataError: some rows cannot be used and ``drops`` is false, or none can; names the first ones, and their number.
+        DataError: some rows cannot be used and ``source`` does not drop them, or none can; names the first ones, and
+            their number.
     """
+    key, drops = source.key, source.drop_bad_rows
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
     errors = dict(table.bad)
     left: Sequence[int] = range(len(places))
@@ -104,15 +101,16 @@ def usable(
     raise DataError(_refused(table, key, places, errors, table.num_rows - len(left)))
 
 
+class Limit(NamedTuple):
+    """A maximum number of tokens."""
+
+    tokens: int
+    key: str
+    """The configuration key or the option that sets it, for messages."""
+
+
 def short_enough(
-    items: Sequence[Item],
-    length: Callable[[Item], int],
-    limit: int,
-    *,
-    what: str,
-    table: Rows,
-    key: str,
-    limit_key: str,
+    items: Sequence[Item], length: Callable[[Item], int], limit: Limit, *, what: str, table: Rows, key: str
 ) -> list[Item]:
     """The items of at most ``limit`` tokens; at least one.
 
@@ -120,17 +118,16 @@ def short_enough(
         length: number of tokens of an item.
         what: what an item is, for messages.
         table, key: the dataset that they are from and its configuration key, for messages.
-        limit_key: the configuration key of ``limit``, for messages.
 
     Raises:
         DataError: there are none.
     """
-    kept = [item for item in items if length(item) <= limit]
+    kept = [item for item in items if length(item) <= limit.tokens]
     if not kept:
         shortest = counted(min(map(length, items)), "token")
         raise DataError(
-            f"{key}: every {what} of {table.name} ({counted(len(items), what)}) is longer than {limit_key} {limit}; "
-            f"the shortest has {shortest}"
+            f"{key}: every {what} of {table.name} ({counted(len(items), what)}) is longer than {limit.key} "
+            f"{limit.tokens}; the shortest has {shortest}"
         )
     return kept
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.config.chat import Sources
+from tether.config.chat import DataSource
 from tether.config.keys import counted
 from tether.data.answers import (
     answer_ids,
@@ -19,7 +19,7 @@ from tether.data.answers import (
     last_turn,
     prompt_and_answer,
 )
-from tether.data.bad_rows import every, short_enough, usable
+from tether.data.bad_rows import Limit, every, short_enough, usable
 from tether.data.collate import collate, plan_micro_batches
 from tether.data.forms import given_names, is_given
 from tether.data.joined import columns_used, read_datasets
@@ -67,28 +67,13 @@ class DemonstrationData:
 
 
 def load_demonstrations(
-    source: Sources,
-    tokenizer: PreTrainedTokenizerBase,
+    source: DataSource,
+    form: QueryFormat,
+    limit: Limit,
     *,
-    split: str,
-    max_length: int,
-    chat_template: str,
-    system_prompt: str | None,
     end_ids: Collection[int],
-    key: str,
-    length_key: str = "data.max_ptx_length",
     every_turn: bool = False,
     ends_text: bool = False,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    chat_template_now: str | None = None,
-    dataset_dir: str | None = None,
-    max_samples: int | None = None,
-    subset: str | None = None,
-    revision: str | None = None,
-    columns: Mapping[str, str] | None = None,
-    special_tokens: bool = False,
-    drops_unanswered: bool = False,
-    drop_bad_rows: bool = False,
 ) -> DemonstrationData:
     """Demonstrations of ``source`` as token ids.
 
@@ -97,35 +82,24 @@ def load_demonstrations(
     on, after the BOS that the tokenizer puts before text, or else after its own first token.
 
     Args:
-        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several of these, with columns
-            ``prompt`` and ``completion`` (text, or messages that continue the prompt), else ``messages``, else
-            ``text``, else ``chosen``: the better answer of a pair. In each row, the first that is not empty counts.
-        max_length: maximum number of tokens in a demonstration; longer ones are dropped.
-        system_prompt: system message for prompts without one.
+        source: datasets with columns ``prompt`` and ``completion`` (text, or messages that continue the prompt), else
+            ``messages``, else ``text``, else ``chosen``: the better answer of a pair. In each row, the first that is
+            not empty counts. Rows of a ``dataset_info.json`` with only a prompt are dropped and counted.
+        limit: maximum number of tokens in a demonstration; longer ones are dropped and counted.
         end_ids: ids of the tokens that end an answer of the policy.
-        key: the configuration key of ``source``, for messages.
-        length_key: the configuration key of ``max_length``, for messages.
         every_turn: whether every turn of the assistant in ``messages`` is a demonstration, and not only the last.
         ends_text: whether plain text is closed by the end token, too.
-        chat_template_kwargs, chat_template_now, dataset_dir, max_samples, subset, revision, columns, special_tokens,
-            drop_bad_rows: as in ``load_prompts``.
-        drops_unanswered: whether rows with only a prompt are dropped and counted instead of being an error.
 
     Raises:
-        ConfigError: ``system_prompt`` without a chat template, or answers for a tokenizer without an end token.
+        ConfigError: a system prompt without a chat template, or answers for a tokenizer without an end token.
         DataError: the source cannot be read or is empty; a row lacks its prompt, answer or text, or has one of the
             wrong type; no demonstration is within the limit. Names the first such rows.
     """
-    table = read_datasets(
-        source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset,
-        revision=revision, columns=columns,
-    )  # fmt: skip
-    form = QueryFormat(
-        tokenizer, chat_template, system_prompt, special_tokens, chat_template_now, chat_template_kwargs or {}
-    )
+    table, key, tokenizer = read_datasets(source), source.key, form.tokenizer
     name = f"{key}: {table.name}"
 
     def read(rows: list[Row], places: list[str], numbers: Sequence[int]) -> DemonstrationData:
+        drops_unanswered = source.dataset_dir is not None
         unanswered = {i for i, row in enumerate(rows) if drops_unanswered and _has_prompt_alone(row)}
         if len(unanswered) == len(rows):
             raise DataError(
@@ -150,12 +124,12 @@ def load_demonstrations(
             Demonstration(numbers[i], tuple(query), tuple(response))
             for i, query, response in sorted(encoded, key=lambda each: each.at)
         ]
-        words = {"what": "demonstration", "table": table, "key": key, "limit_key": length_key}
-        kept = short_enough(demonstrations, lambda each: each.num_tokens, max_length, **words)
+        words = {"what": "demonstration", "table": table, "key": key}
+        kept = short_enough(demonstrations, lambda each: each.num_tokens, limit, **words)
         num_too_long, num_bad = len(demonstrations) - len(kept), table.num_rows - len(rows)
         return DemonstrationData(kept, table.num_rows, num_too_long, len(unanswered), num_bad)
 
-    return usable(table, key, form.is_chat, read, drops=drop_bad_rows)
+    return usable(table, source, form.is_chat, read)
 
 
 def demonstration_batches(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from tether.config.chat import DataKeys, Sources, sources
+from tether.config.chat import DataKeys, DataSource
 from tether.data.dataset_info import check_entry, read_entry
 from tether.data.forms import given_names, is_given
 from tether.data.sources import Row, Rows, check_source, read_rows
@@ -15,67 +15,40 @@ from tether.errors import DataError
 Name = TypeVar("Name", bound=str)
 
 
-def check_datasets(
-    given: Sources, key: str, *, dataset_dir: str | None = None, revision: str | None = None
-) -> None:
+def check_datasets(source: DataSource) -> None:
     """Checks that datasets can be read, in milliseconds and without reading a row.
-
-    Args:
-        given: the value that the user wrote.
-        key: its configuration key, for messages.
-        dataset_dir: folder of a ``dataset_info.json``, whose entries ``given`` then names.
-        revision: the revision of hub datasets to read.
 
     Raises:
         DataError: one of them does not exist or has an unknown format, or has no revisions and one is wanted.
     """
-    for source in sources(given):
-        if dataset_dir is None:
-            check_source(source, key, revision=revision)
+    for dataset in source.datasets:
+        if source.dataset_dir is None:
+            check_source(dataset, source.key, revision=source.revision)
         else:
-            check_entry(dataset_dir, source, key)
+            check_entry(source.dataset_dir, dataset, source.key)
 
 
 def check_named(data: DataKeys, *names: str) -> None:
     """``check_datasets`` for the datasets under these keys of ``data``, as far as they are set."""
     for name in names:
-        if (given := getattr(data, name)) is not None:
-            revision = data.reading(name)["revision"]
-            check_datasets(given, f"data.{name}", dataset_dir=data.dataset_dir, revision=revision)
+        if getattr(data, name) is not None:
+            check_datasets(data.source(name))
 
 
-def read_datasets(
-    given: Sources,
-    *,
-    split: str,
-    key: str,
-    dataset_dir: str | None = None,
-    max_samples: int | None = None,
-    subset: str | None = None,
-    revision: str | None = None,
-    columns: Mapping[str, str] | None = None,
-) -> Rows:
+def read_datasets(source: DataSource) -> Rows:
     """The rows of one or several datasets, in order; at least one.
 
-    Args:
-        split, subset: split and subset to read if a source has several; entries of a ``dataset_info.json`` name their
-            own.
-        revision: branch, tag or commit of hub datasets.
-        max_samples: maximum number of rows to read from each source.
-        columns: the sources' column names by ours, where they differ. In a run's own sources they take precedence over
-            a column with our name; in sources named on the command line, that column does.
-
     Raises:
-        DataError: a source does not exist, cannot be read, has no rows or lacks a column. Rows of a
+        DataError: a dataset does not exist, cannot be read, has no rows or lacks a column. Rows of a
             ``dataset_info.json`` that cannot be converted are under ``bad`` instead.
     """
-    tables = []
-    for source in sources(given):
-        if dataset_dir is None:
-            which = {"split": split, "subset": subset, "revision": revision}
-            table = _renamed(read_rows(source, **which, key=key, max_rows=max_samples), columns or {}, key)
+    key, tables = source.key, []
+    for dataset in source.datasets:
+        if source.dataset_dir is None:
+            which = {"split": source.split, "subset": source.subset, "revision": source.revision}
+            table = _renamed(read_rows(dataset, **which, key=key, max_rows=source.max_samples), source.columns, key)
         else:
-            table = read_entry(dataset_dir, source, key, max_rows=max_samples)
+            table = read_entry(source.dataset_dir, dataset, key, max_rows=source.max_samples)
         if not table.rows and not table.bad:
             raise DataError(f"{key}: {table.name} has no rows")
         tables.append(table)

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tether.config.chat import DataSource
 from tether.data.answers import check_answers, prompt_and_answer
 from tether.data.bad_rows import every, usable
 from tether.data.forms import is_given
-from tether.data.joined import column_names
+from tether.data.joined import column_names, read_datasets
 from tether.data.pairs import check_prompts, pair_texts
 from tether.data.queries import checked_prompt, encodable
-from tether.data.sources import Row, Rows, read_rows
+from tether.data.sources import Row, Rows
 from tether.errors import DataError
 from tether.types import Message
 
@@ -48,25 +49,21 @@ class JudgedData:
     """Names of the other columns; every row has all of them, with None for missing values."""
 
 
-def load_judged(source: str, *, split: str, key: str, is_chat: bool, subset: str | None = None) -> JudgedData:
+def load_judged(source: DataSource, *, is_chat: bool) -> JudgedData:
     """The answers in ``source``.
 
     Args:
-        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id. With columns ``chosen`` and ``rejected``
-            it holds pairs: answers to ``prompt``, or whole texts, conversations or transcripts if there is no
-            ``prompt``. Otherwise it holds answers: ``response`` or ``completion`` to ``prompt``, or ``messages`` that
-            end with the assistant's; in each row, the first of them that is there counts.
-        split, subset: split and subset to read if the source has several.
-        key: name of ``source`` in messages.
+        source: with columns ``chosen`` and ``rejected`` it holds pairs: answers to ``prompt``, or whole texts,
+            conversations or transcripts if there is no ``prompt``. Otherwise it holds answers: ``response`` or
+            ``completion`` to ``prompt``, or ``messages`` that end with the assistant's; in each row, the first of them
+            that is there counts.
         is_chat: whether prompts go through a chat template; transcripts then become messages.
 
     Raises:
         DataError: the source cannot be read, has no rows or no such columns; a row lacks its prompt or answer, or has
             one of the wrong type. Names the first such rows.
     """
-    table = read_rows(source, split=split, key=key, subset=subset)
-    if not table.rows:
-        raise DataError(f"{key}: {table.name} has no rows")
+    table, key = read_datasets(source), source.key
 
     def read(plain: list[Row], places: list[str], _: Sequence[int]) -> JudgedData:
         names = column_names(plain)
@@ -80,13 +77,13 @@ def load_judged(source: str, *, split: str, key: str, is_chat: bool, subset: str
             JudgedRow(prompt, tuple(own), {name: row.get(name) for name in columns}, place)
             for (prompt, *own), row, place in zip(texts, plain, places, strict=True)
         ]
-        prompts, source = [row.prompt for row in rows], f"{key}: {table.name}"
-        check_prompts(prompts, names, places, source)
+        prompts, name = [row.prompt for row in rows], f"{key}: {table.name}"
+        check_prompts(prompts, names, places, name)
         if is_pairs:  # answers of a policy are judged as they are
-            check_answers(prompts, [row.answers for row in rows], source)
+            check_answers(prompts, [row.answers for row in rows], name)
         return JudgedData(table.name, is_pairs, rows, columns)
 
-    return usable(table, key, is_chat, read)
+    return usable(table, source, is_chat, read)
 
 
 def checked_answer(value: Any, where: str) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
-from tether.config.chat import Sources
+from tether.config.chat import DataSource
 from tether.config.keys import counted
 from tether.data.answers import answer_ids, check_answers, closing_token, prompt_and_answer
-from tether.data.bad_rows import BadRows, every, usable
+from tether.data.bad_rows import BadRows, Limit, every, usable
 from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
 from tether.data.queries import QueryFormat, checked_prompt, encodable, row_queries
@@ -55,55 +53,26 @@ class PairData:
     """Number of rows left out because they cannot be used."""
 
 
-def load_pairs(
-    source: Sources,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    split: str,
-    max_length: int,
-    chat_template: str,
-    system_prompt: str | None,
-    end_ids: Collection[int],
-    key: str,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    chat_template_now: str | None = None,
-    dataset_dir: str | None = None,
-    max_samples: int | None = None,
-    subset: str | None = None,
-    revision: str | None = None,
-    columns: Mapping[str, str] | None = None,
-    special_tokens: bool = False,
-    drop_bad_rows: bool = False,
-) -> PairData:
+def load_pairs(source: DataSource, form: QueryFormat, limit: Limit, *, end_ids: Collection[int]) -> PairData:
     """Preference pairs of ``source`` as token ids.
 
     Prompts become the same queries as in ``load_prompts``. An answer is encoded separately and closed by the end token,
     as the policy samples it, so that a judge sees in training what it will see in PPO.
 
     Args:
-        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several of these, with columns
-            ``chosen`` and ``rejected``: answers to ``prompt``, or whole texts, conversations or transcripts if there is
-            none.
-        max_length: maximum number of tokens in a prompt with its answer; longer ones are dropped.
+        source: datasets with columns ``chosen`` and ``rejected``: answers to ``prompt``, or whole texts, conversations
+            or transcripts if there is none.
+        limit: maximum number of tokens in a prompt with its answer; longer ones are dropped and counted.
         end_ids: ids of the tokens that end an answer of the policy.
-        key: the configuration key of ``source``, for messages.
-        chat_template_kwargs, chat_template_now, dataset_dir, max_samples, subset, revision, columns, special_tokens,
-            drop_bad_rows: as in ``load_prompts``.
 
     Raises:
-        ConfigError: ``system_prompt`` without a chat template, or a tokenizer without an end token.
+        ConfigError: a system prompt without a chat template, or a tokenizer without an end token.
         DataError: the source cannot be read or is empty; a row lacks an answer or has one of the wrong type; no pair is
             left. Names the first such rows.
     """
-    closing_id = closing_token(tokenizer, end_ids)
-    table = read_datasets(
-        source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset,
-        revision=revision, columns=columns,
-    )  # fmt: skip
+    closing_id = closing_token(form.tokenizer, end_ids)
+    table, key = read_datasets(source), source.key
     _check_columns(table, key)
-    form = QueryFormat(
-        tokenizer, chat_template, system_prompt, special_tokens, chat_template_now, chat_template_kwargs or {}
-    )
     name = f"{key}: {table.name}"
 
     def read(rows: list[Row], places: list[str], numbers: Sequence[int]) -> PairData:
@@ -121,17 +90,17 @@ def load_pairs(
             for number, query, better, worse in zip(numbers, queries, chosen, rejected, strict=True)
         ]
         differing = [pair for pair in pairs if pair.chosen_ids != pair.rejected_ids]
-        kept = [pair for pair in differing if max(len(pair.chosen_ids), len(pair.rejected_ids)) <= max_length]
+        kept = [pair for pair in differing if max(len(pair.chosen_ids), len(pair.rejected_ids)) <= limit.tokens]
         if not kept:
             raise DataError(
                 f"{key}: no row of {table.name} ({counted(len(rows), 'row')}) can be used: in "
                 f"{len(pairs) - len(differing)} both answers are the same, {len(differing)} are longer than "
-                f"data.max_length {max_length}"
+                f"{limit.key} {limit.tokens}"
             )
         num_too_long, num_equal = len(differing) - len(kept), len(pairs) - len(differing)
         return PairData(kept, table.num_rows, num_too_long, num_equal, num_bad=table.num_rows - len(rows))
 
-    return usable(table, key, form.is_chat, read, drops=drop_bad_rows)
+    return usable(table, source, form.is_chat, read)
 
 
 def split_pairs(pairs: Sequence[Pair], fraction: float, seed: int) -> tuple[list[Pair], list[Pair]]:

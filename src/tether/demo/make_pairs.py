@@ -27,8 +27,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.algo import masked_sum
+from tether.config.chat import DataSource
+from tether.data.bad_rows import Limit
 from tether.data.collate import collate, plan_micro_batches
 from tether.data.prompts import load_prompts
+from tether.data.queries import QueryFormat
 from tether.demo.model import prepare_model
 from tether.demo.prompts import everyday_prompts
 from tether.demo.run import DATA, cache_folder
@@ -130,15 +133,8 @@ def _ranked(side: Sequence[tuple[Candidate, float]], prompt: int, *, sign: int) 
 
 
 def _queries(prompts: str, tokenizer: PreTrainedTokenizerBase, system: str) -> list[Prompt]:
-    return load_prompts(
-        prompts,
-        tokenizer,
-        split="train",
-        max_prompt_length=512,
-        chat_template="auto",
-        system_prompt=system,
-        key="prompts",
-    ).prompts
+    form = QueryFormat(tokenizer, system_prompt=system)
+    return load_prompts(DataSource(prompts, "prompts"), form, Limit(512, "the limit of prompts")).prompts
 
 
 def _candidates(

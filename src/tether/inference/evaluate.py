@@ -9,10 +9,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tether.algo import ScoreMoments
+from tether.config.chat import DataSource
 from tether.config.rewards import measured_norms
 from tether.config.schema import RunConfig
+from tether.data.bad_rows import Limit
 from tether.data.prompts import PromptData, load_prompts
-from tether.data.queries import PROMPTS_OPTION
+from tether.data.queries import PROMPTS_OPTION, QueryFormat
 from tether.data.sources import check_source
 from tether.data.splits import whole_splits
 from tether.errors import ConfigError
@@ -158,17 +160,11 @@ def _prompts(
     """The prompts to answer: those that are named, or the run's held-out ones."""
     if prompts is None:
         return load_prompt_sets(config, tokenizer)[1]
-    return load_prompts(
-        prompts,
-        tokenizer,
-        split=split or whole_splits(config.data.eval_split),  # held-out parts only exist in the run's own prompts
-        subset=subset,
-        max_prompt_length=config.data.max_prompt_length,
-        key=PROMPTS_OPTION,
-        length_key="the run's data.max_prompt_length",
-        columns=config.data.columns,
-        **config.data.chat,
-    )
+    data = config.data
+    split = split or whole_splits(data.eval_split)  # held-out parts only exist in the run's own prompts
+    source = DataSource(prompts, PROMPTS_OPTION, split=split, subset=subset, columns=data.columns)
+    limit = Limit(data.max_prompt_length, "the run's data.max_prompt_length")
+    return load_prompts(source, QueryFormat(tokenizer, **data.chat), limit)
 
 
 def _check_lengths(run: Path, config: RunConfig, data: PromptData) -> None:

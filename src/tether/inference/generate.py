@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from tether.config.chat import DataSource
 from tether.config.schema import RunConfig
+from tether.data.bad_rows import Limit
 from tether.data.prompts import load_prompts
-from tether.data.queries import PROMPTS_OPTION
+from tether.data.queries import PROMPTS_OPTION, QueryFormat
 from tether.data.sources import check_source
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
@@ -80,18 +82,12 @@ def generate_path(
     base, revision = own_weights(model)
     shape = load_shape(base, revision=revision, **code)
     longest_answer = response_length or (run.sampling.response_length if run else DEFAULT_LENGTH)
-    data = load_prompts(
-        prompts,
-        tokenizer,
-        split=split,
-        subset=subset,
-        max_prompt_length=max_prompt_length
-        or (run.data.max_prompt_length if run else _room_for_prompts(shape, longest_answer)),
-        key=PROMPTS_OPTION,
-        length_key="--max_prompt_length",
-        columns=config.data.columns if config else None,
-        **chat,
+    longest_prompt = max_prompt_length or (
+        run.data.max_prompt_length if run else _room_for_prompts(shape, longest_answer)
     )
+    columns = config.data.columns if config else {}
+    source = DataSource(prompts, PROMPTS_OPTION, split=split, subset=subset, columns=columns)
+    data = load_prompts(source, QueryFormat(tokenizer, **chat), Limit(longest_prompt, "--max_prompt_length"))
     if data.num_too_long:
         display.message(f"prompts: {data.note}")
     words = {"key": "--response_length", "way_out": "lower it, or --max_prompt_length"}

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tether.config.chat import present, with_now
+from tether.config.chat import DataSource, present, with_now
 from tether.config.keys import counted
 from tether.config.load import check_kind
 from tether.config.rewards import OwnModelReward, sources_of
@@ -93,7 +93,7 @@ def score_file(
     output, metrics = check_outputs(output, metrics)
     check_sources(config)
     reader = load_reader(config)
-    data = load_judged(file, split=split, subset=subset, key="FILE", is_chat=reader.is_chat)
+    data = load_judged(DataSource(file, "FILE", split=split, subset=subset), is_chat=reader.is_chat)
     check_reward_columns(config.rewards, data.columns)
     check_contents(config.rewards, ((row.prompt or "", row.columns, row.place) for row in data.rows))
     answers = [(row, answer) for row in data.rows for answer in row.answers]

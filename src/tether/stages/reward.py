@@ -30,9 +30,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_
 from tether.config.load import check_kind
 from tether.config.reward_stage import RewardModelConfig, RewardStageConfig
 from tether.data.answers import closing_token
-from tether.data.bad_rows import UNUSABLE
+from tether.data.bad_rows import UNUSABLE, Limit
 from tether.data.joined import check_named
 from tether.data.pairs import Pair, load_pairs, pair_accuracy, split_pairs
+from tether.data.queries import QueryFormat
 from tether.errors import ModelError
 from tether.machine.distributed import lost_told
 from tether.models.adapters import DEFAULT, MODULE_PREFIX, Adapter, place_adapter
@@ -234,12 +235,12 @@ def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
     data = config.data
     tokenizer, end_ids = load_templated(config)
     tokenizer.init_kwargs[READS_TO] = tokenizer.convert_ids_to_tokens(closing_token(tokenizer, end_ids))
-    same = {"max_length": data.max_length, "end_ids": end_ids, **data.chat}
-    pairs = load_pairs(data.pairs, tokenizer, **data.reading("pairs"), **same)
+    form, limit = QueryFormat(tokenizer, **data.chat), Limit(data.max_length, "data.max_length")
+    pairs = load_pairs(data.source("pairs"), form, limit, end_ids=end_ids)
     train, held_out = split_pairs(pairs.pairs, data.held_out_fraction, config.train.seed)
     if data.eval_pairs is None:
         return tokenizer, _Data(train, held_out, pairs.num_too_long, pairs.num_equal, pairs.num_bad)
-    others = load_pairs(data.eval_pairs, tokenizer, **data.reading("eval_pairs"), **same)
+    others = load_pairs(data.source("eval_pairs"), form, limit, end_ids=end_ids)
     too_long, equal = pairs.num_too_long + others.num_too_long, pairs.num_equal + others.num_equal
     return tokenizer, _Data(train, others.pairs, too_long, equal, pairs.num_bad + others.num_bad)
 

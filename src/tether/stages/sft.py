@@ -21,10 +21,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_
 
 from tether.config.load import check_kind
 from tether.config.sft_stage import DemonstrationsConfig, SftModelConfig, SftStageConfig
-from tether.data.bad_rows import UNUSABLE
+from tether.data.bad_rows import UNUSABLE, Limit
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
 from tether.data.held_out import split_off
 from tether.data.joined import check_named
+from tether.data.queries import QueryFormat
 from tether.errors import DataError, ModelError
 from tether.machine.distributed import lost_told
 from tether.models.adapters import DEFAULT, place_adapter
@@ -231,17 +232,10 @@ def _same(query: tuple[int, ...], row: int) -> tuple[int, ...] | int:
 def _read(
     name: str, data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int]
 ) -> DemonstrationData:
+    form, limit = QueryFormat(tokenizer, **data.chat), Limit(data.max_length, "data.max_length")
+    every_turn = data.turns == "all"
     return load_demonstrations(
-        getattr(data, name),
-        tokenizer,
-        max_length=data.max_length,
-        end_ids=end_ids,
-        length_key="data.max_length",
-        every_turn=data.turns == "all",
-        ends_text=True,
-        drops_unanswered=data.dataset_dir is not None,
-        **data.chat,
-        **data.reading(name),
+        data.source(name), form, limit, end_ids=end_ids, every_turn=every_turn, ends_text=True
     )
 
 

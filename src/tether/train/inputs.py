@@ -16,11 +16,12 @@ from tether.config.keys import counted
 from tether.config.places import FILE_OF
 from tether.config.rewards import AdapterReward, FunctionReward, OwnModelReward, sources_of
 from tether.config.schema import RunConfig
-from tether.data.bad_rows import DROP_THEM, UNUSABLE, BadRows
+from tether.data.bad_rows import DROP_THEM, UNUSABLE, BadRows, Limit
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
 from tether.data.digest import file_digest
 from tether.data.joined import check_named
 from tether.data.prompts import PromptData, load_prompts, split_prompts
+from tether.data.queries import QueryFormat
 from tether.errors import ConfigError, DataError, ModelError
 from tether.generation.vllm import check_vllm, check_vllm_model
 from tether.metrics.trackers import check_report_to
@@ -183,8 +184,8 @@ def load_prompt_sets(
 def _prompts(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> PromptData:
     """The prompts under the key ``name``; without those that a reward source cannot score, if bad rows are dropped."""
     data = config.data
-    same = {"max_prompt_length": data.max_prompt_length, **data.chat}
-    read = load_prompts(getattr(data, name), tokenizer, **data.reading(name), **same)
+    limit = Limit(data.max_prompt_length, "data.max_prompt_length")
+    read = load_prompts(data.source(name), QueryFormat(tokenizer, **data.chat), limit)
     if not data.drop_bad_rows:
         return read
     check_reward_columns(config.rewards, read.columns)
@@ -209,15 +210,8 @@ def _named(prompt: Prompt) -> tuple[str | list[Message], Mapping[str, Any], str]
 def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> DemonstrationData:
     model, data = config.model, config.data
     generation = load_generation_config(model.path, revision=model.revision)
-    return load_demonstrations(
-        data.ptx,
-        tokenizer,
-        max_length=data.max_ptx_length,
-        end_ids=end_token_ids(tokenizer, generation),
-        drops_unanswered=data.dataset_dir is not None,
-        **data.chat,
-        **data.reading("ptx"),
-    )
+    form, limit = QueryFormat(tokenizer, **data.chat), Limit(data.max_ptx_length, "data.max_ptx_length")
+    return load_demonstrations(data.source("ptx"), form, limit, end_ids=end_token_ids(tokenizer, generation))
 
 
 def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> list[str]:

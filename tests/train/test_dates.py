@@ -20,7 +20,6 @@ from tether.inference.generate import generate_path
 from tether.inference.scoring import score_file
 from tether.metrics.writers import read_jsonl
 from tether.stages.sft import train_sft
-from tether.train import run
 from tether.train.run import open_trainer, train_policy
 
 DAYS = ("one", "two", "three")
@@ -114,19 +113,6 @@ def test_the_date_can_be_set_but_not_changed(tmp_path, day):
         train_policy(judged_run(tmp_path, data__chat_template_now="2026-01-02", resume=True))
     with open_trainer(judged_run(tmp_path, data__chat_template_now="2026-01-03", resume=True)) as resumed:
         assert resumed.parts.rewards.parts[0].source.reader.now == "2026-01-03T00:00:00"
-
-
-def test_a_run_that_kept_no_date_is_resumed_with_the_one_that_is_given(tmp_path, day, monkeypatch):
-    """As earlier versions did."""
-    with monkeypatch.context() as earlier:
-        earlier.setattr(run, "with_now", lambda config, now: config)
-        train_policy(judged_run(tmp_path, train__max_steps=1))
-    day(2)
-    goes_on = {"train__max_steps": 2, "resume": True}
-    with pytest.raises(CheckpointError, match="prompts"):
-        train_policy(judged_run(tmp_path, **goes_on))
-    train_policy(judged_run(tmp_path, data__chat_template_now="2026-01-01T23:59:59", **goes_on))
-    assert set(texts(tmp_path / "out")) == {"one"}
 
 
 def test_a_stage_is_resumed_with_the_date_of_its_start(tmp_path, day):

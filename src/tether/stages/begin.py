@@ -121,7 +121,7 @@ def as_launched(config: ConfigT) -> ConfigT:
 
 
 def _begun_at(config: StageConfig) -> str | None:
-    """``data.chat_template_now`` of the run that is resumed; None if there is none, or if it kept no date."""
+    """``data.chat_template_now`` of the run that is resumed; None if there is none, or if it has not begun."""
     if config.resume is False:
         return None
     folder = config.output_dir if config.resume in (True, "auto") else Path(config.resume).parent

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tether.config.base import differences
-from tether.config.chat import with_now
 from tether.config.places import FILE_OF, different, is_place, not_moved
 from tether.config.stage import StageConfig
 from tether.data.digest import file_digest, rows_digest
@@ -54,12 +53,9 @@ def check_same_run(held: Path, folder: Path, config: StageConfig, *, is_finished
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise CheckpointError(f"resume: {file} is missing, so it is not known which run {held} belongs to")
-    saved = with_now(saved_config(folder, type(config)), config.data.chat_template_now)  # older runs kept no date
-    differing = differences(saved, config).items()
+    differing = differences(saved_config(folder, type(config)), config).items()
     changed = {key: values for key, values in differing if not may_change(key, is_finished=is_finished)}
-    recorded = _recorded(folder) if changed else {}
-    places = place_digests(config) if changed else {}
-    refused = not_moved(changed, recorded, places) if recorded else [*changed]
+    refused = not_moved(changed, _recorded(folder), place_digests(config)) if changed else []
     if refused:
         told = ", ".join("{} {} → {}".format(key, *changed[key]) for key in refused)
         moved = (
@@ -100,26 +96,26 @@ def other_contents(
         changed: keys that were different then.
         read: as in ``begin``.
     """
-    saved = _recorded(config.output_dir)
+    folder = config.output_dir
+    saved = _recorded(folder) if (folder / FINGERPRINTS_FILE).is_file() else {}  # of a run that has not begun
     return not_moved(changed, saved, place_digests(config)) or different(saved, read(config))
 
 
 def _recorded(folder: Path) -> dict[str, str]:
-    """The ``fingerprints`` of the run in a folder; none if a version without them wrote it.
+    """The ``fingerprints`` of the run in a folder.
 
     Raises:
-        CheckpointError: they cannot be read.
+        CheckpointError: they are missing, or cannot be read.
     """
     file = folder / FINGERPRINTS_FILE
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"resume: {file} cannot be read: {error}") from error
 
 
 def check_same_data(checkpoint: Path | None, read: Mapping[str, str]) -> None:
-    """Checks that a run reads the same model and rows as the one that it resumes; runs of versions without hashes are
-    accepted.
+    """Checks that a run reads the same model and rows as the one that it resumes.
 
     Args:
         checkpoint: what it resumes from, if it does.
@@ -135,8 +131,7 @@ def check_same_data(checkpoint: Path | None, read: Mapping[str, str]) -> None:
 
 def check_read(held: Path, folder: Path, read: Mapping[str, str]) -> None:
     """``check_same_data`` for ``held``, a checkpoint or a trained model, of the run in ``folder``."""
-    saved = _recorded(folder)
-    if changed := different(saved, read) if saved else []:
+    if changed := different(_recorded(folder), read):
         of_data = [key for key in changed if key != "model.path"]
         what = "rows, their order, the tokenizer or its chat template" if of_data else "weights or shape"
         raise CheckpointError(

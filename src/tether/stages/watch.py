@@ -72,11 +72,11 @@ class Watch(TrainerCallback, ExportableState):
         checkpoint = self.run.checkpoint
         if checkpoint is not None and not isinstance(model, PeftModel) and not self.run.engine.shards:
             self.run.dist.each(lambda: load_weights(model, checkpoint))
-        chosen_by, state.stateful_callbacks[Watch.__name__] = state.stateful_callbacks.get(Watch.__name__), self.state()
+        chosen_by, state.stateful_callbacks[Watch.__name__] = state.stateful_callbacks[Watch.__name__], self.state()
         if state.best_global_step is None:
             return
         found = self.run.dist.by_main(lambda: _best_so_far(self.run, state))
-        is_same = chosen_by is None or _criterion(chosen_by) == _criterion(self.state())  # older ones allowed no other
+        is_same = _criterion(chosen_by) == _criterion(self.state())
         if found is not None and is_same:
             state.best_model_checkpoint = str(found)
             return
@@ -172,8 +172,8 @@ def check_same_engine(checkpoint: Path | None, engine: StageEngine, dist: Dist) 
     """
     if checkpoint is None:
         return
-    kept = trainer_state(checkpoint).get("stateful_callbacks", {}).get(Watch.__name__, {})
-    before, now = kept.get("attributes", {}).get("sharded"), sharded_by(engine, dist)
+    kept = trainer_state(checkpoint)["stateful_callbacks"][Watch.__name__]
+    before, now = kept["attributes"]["sharded"], sharded_by(engine, dist)
     if before != now:
         raise CheckpointError(
             f"resume: {checkpoint} was written {_under(before)}, and cannot be resumed {_under(now)}: launch the run "

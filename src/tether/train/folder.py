@@ -120,7 +120,7 @@ def recorded(folder: Path) -> Mapping[str, str]:
     """``fingerprints`` of the run in a folder: of its end, else of the checkpoint that it would be resumed from; none
     without either."""
     if (folder / FINISHED).is_file():
-        return json.loads((folder / FINISHED).read_text(encoding="utf-8")).get("data", {})
+        return json.loads((folder / FINISHED).read_text(encoding="utf-8"))["data"]
     checkpoint = last_complete(folder, contents=True)
     return read_state(checkpoint)["data"] if checkpoint is not None else {}
 

@@ -230,17 +230,13 @@ def begin(config: RunConfig, dist: Dist, display: Display) -> Begun:
     dist.by_main(lambda: check_folder(config))
     config = resolved(config)
     checkpoint, now = dist.by_main(lambda: (find_checkpoint(config, tell=display.message), present()))
-    if checkpoint is None:
-        config = with_now(config, now)
-        places = dist.each(lambda: place_digests(config))
-    else:
+    if checkpoint is not None:
         record = dist.each(lambda: read_state(checkpoint))
-        # Runs from before this key kept no date; if their template prints it, the user says which it was.
-        saved = with_now(
-            dist.each(lambda: parse_config(record["config"], RunConfig)), config.data.chat_template_now or now
-        )
-        config = with_now(config, saved.data.chat_template_now)
-        places = dist.each(lambda: place_digests(config))
+        saved = dist.each(lambda: parse_config(record["config"], RunConfig))
+        now = saved.data.chat_template_now
+    config = with_now(config, now)
+    places = dist.each(lambda: place_digests(config))
+    if checkpoint is not None:
         for change in dist.each(lambda: check_same_run(saved, config, checkpoint, record["data"], places)):
             display.message(f"resuming with a change, {change}")
         if (told := told_of_move(saved, record, config, dist, build_engine(dist).name)) is not None:

@@ -206,7 +206,7 @@ def open_trainer(
 
 
 @dataclass(frozen=True)
-class Begun:
+class CheckedRun:
     """A run as ``begin`` leaves it: checked, with its data loaded, and without its models."""
 
     config: RunConfig
@@ -219,7 +219,7 @@ class Begun:
     """``fingerprints`` of what the run reads."""
 
 
-def begin(config: RunConfig, dist: Dist, display: Display) -> Begun:
+def begin(config: RunConfig, dist: Dist, display: Display) -> CheckedRun:
     """Finds the checkpoint to resume from, loads the data, and checks all that can be checked without the models.
 
     Raises:
@@ -248,7 +248,7 @@ def begin(config: RunConfig, dist: Dist, display: Display) -> Begun:
     if checkpoint is not None:
         dist.each(lambda: check_same_data(record["data"], read, checkpoint))
     tell_data(config, data, display)
-    return Begun(config, checkpoint, data, read)
+    return CheckedRun(config, checkpoint, data, read)
 
 
 def check_processes(config: RunConfig, dist: Dist) -> None:

@@ -24,7 +24,7 @@ class OwnOptimizer(PassOptimizer):
 
     def move_on(self) -> None:
         """Clears the gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_gradients()
 
     def note(self, metric: float) -> None:
         """Advances the schedule, whatever the metric."""

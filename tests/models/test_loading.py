@@ -35,10 +35,11 @@ from tether.models.classifiers import (
     check_classifier,
     check_value_head,
     classifier_on,
+    empty_classifier,
     load_classifier,
     load_reward_model,
     load_value_head_model,
-    pools_otherwise,
+    reads_last_token,
 )
 from tether.models.device import bf16_supported, half_dtype
 from tether.models.forward import last_token_scores
@@ -735,7 +736,7 @@ def test_the_base_of_an_adapter_is_read_at_the_revision_that_it_names(tmp_path, 
         monkeypatch.setattr(auto, "from_pretrained", here(auto.from_pretrained))
     load_tokenizer(str(adapter))
     load_generation_config(str(adapter))
-    assert not pools_otherwise(str(adapter))
+    assert reads_last_token(empty_classifier(str(adapter)))
     with pytest.raises(ModelError, match=r"no model of that name at revision v1\.0"), monkeypatch.context() as patch:
         patch.setattr("tether.models.paths.HF_HUB_OFFLINE", True)
         check_model_path(str(adapter), "model.path")

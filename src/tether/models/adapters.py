@@ -23,7 +23,6 @@ from peft import (
 )
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -47,6 +46,7 @@ from tether.models.paths import (
     is_same_model,
     model_errors,
     some_of,
+    stored_shapes,
 )
 from tether.models.products import with_plain_products, with_quick_products
 
@@ -114,12 +114,10 @@ def adapter_shapes(path: str, revision: str | None = None) -> dict[str, tuple[in
     """
     file = Path(path) / ADAPTER_WEIGHTS[0]
     with model_errors(path):
-        if not file.is_file():
-            tensors = load_peft_weights(path, device="cpu", revision=revision)
-            return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        with safe_open(file, framework="pt") as header:
-            names = list(header.keys())
-            return {name: tuple(header.get_slice(name).get_shape()) for name in names}
+        if file.is_file():
+            return stored_shapes(file)
+        tensors = load_peft_weights(path, device="cpu", revision=revision)
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:

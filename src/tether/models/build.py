@@ -28,7 +28,13 @@ from tether.models.adapters import (
     with_settings,
 )
 from tether.models.bitsandbytes import FewBits, is_quantized
-from tether.models.classifiers import check_adapter_head, classifier_on, load_classifier, pools_otherwise
+from tether.models.classifiers import (
+    check_adapter_head,
+    classifier_on,
+    empty_classifier,
+    load_classifier,
+    reads_last_token,
+)
 from tether.models.compiled import compile_layers
 from tether.models.device import weight_dtype
 from tether.models.fit import without_row
@@ -293,7 +299,7 @@ def _no_critic(source: CriticSource, config: RunConfig, tokenizer: PreTrainedTok
             f"the tokenizer of {source.path} has a different vocabulary than the policy's, whose token ids the critic "
             "reads"
         )
-    if pools_otherwise(source.path, **origin):
+    if not reads_last_token(empty_classifier(source.path, **origin)):
         return f"{source.path} is not a decoder, whose states know only the tokens before them"
     lacks = without_row(tokenizer, num_embeddings(source.path, **origin), policy_embeddings(config))
     return None if lacks is None else f"{source.path} has {lacks}"

@@ -54,6 +54,7 @@ from tether.models.paths import (
     model_errors,
     own_weights,
     some_of,
+    stored_shapes,
     weight_files,
 )
 
@@ -74,7 +75,11 @@ def load_classifier(path: str, **options: Any) -> PreTrainedModel:
         ModelError: as ``load_reward_model``, or the model does not pool at the last token.
     """
     model = load_reward_model(path, **options)
-    _check_decoder(model, path)
+    if not reads_last_token(model):
+        raise ModelError(
+            f"{path}: {type(model).__name__} has no head called score; wanted a decoder (GPT-2, Llama, Qwen2, …) "
+            "trained as a sequence classifier"
+        )
     return model
 
 
@@ -300,18 +305,19 @@ def check_classifier(
         check_adapter_head(path, key, revision, num_labels=None if label is not None else 1)
         return
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    shapes = _shapes(folder)
     if label is not None:
         label_number(config, label, f"{label_key}: {path}")
     else:
-        count = _num_outputs(folder) or (config.num_labels if is_classifier(config) else 1)
+        outputs = [shapes[name][0] for name in OUTPUT_LAYERS if name in shapes]
+        count = outputs[0] if outputs else config.num_labels if is_classifier(config) else 1
         if count != 1:
             names = ", ".join(map(str, config.id2label.values()))
             way_out = "" if label_key is None else f", or {label_key}, the label whose logit is the score: {names}"
             raise ModelError(
                 f"{key}: {path} is a classifier with {count} labels; wanted one label (num_labels=1){way_out}"
             )
-    names = _tensor_names(folder)
-    if names and not _has_head(names):
+    if shapes and not _has_head(shapes):
         raise ModelError(
             f"{key}: {path} holds no scalar head; wanted a model trained as a sequence classifier with num_labels=1"
         )
@@ -367,15 +373,6 @@ def _empty(config: PreTrainedConfig, source: str, *, trust_remote_code: bool) ->
         return AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def pools_otherwise(path: str, **origin: Any) -> bool:
-    """Whether the classifier in ``path`` does not pool at the last token; loads no weights.
-
-    Args:
-        origin: as ``empty_classifier`` takes it.
-    """
-    return not reads_last_token(empty_classifier(path, **origin))
-
-
 def load_value_head_model(
     path: str, *, revision: str | None = None, **options: Any
 ) -> tuple[PreTrainedModel, ScalarHead]:
@@ -406,31 +403,16 @@ def check_value_head(path: str, key: str) -> None:
     folder = Path(path)
     if not folder.is_dir() or value_head_file(folder) is not None:
         return
-    if any(is_head_key(name) for name in _tensor_names(folder)):
+    if any(map(is_head_key, _shapes(folder))):
         raise ModelError(f"{key}: {path} holds its head among its own weights; use type model")
     raise ModelError(f"{key}: {no_value_head(folder)}")
 
 
-def _tensor_names(folder: Path) -> list[str]:
-    """Names of the weights in a folder's safetensors files."""
-    names = []
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights in a folder's safetensors files, by name."""
     with model_errors(str(folder)):
-        for file in weight_files(folder):
-            if file.suffix == ".safetensors":
-                with safe_open(file, framework="pt") as tensors:
-                    names += tensors.keys()
-    return names
-
-
-def _num_outputs(folder: Path) -> int | None:
-    """Number of rows of the head in a folder's safetensors files; None if there is no head."""
-    with model_errors(str(folder)):
-        for file in weight_files(folder):
-            if file.suffix == ".safetensors":
-                with safe_open(file, framework="pt") as tensors:
-                    for name in set(tensors.keys()) & set(OUTPUT_LAYERS):
-                        return tensors.get_slice(name).get_shape()[0]
-    return None
+        files = [file for file in weight_files(folder) if file.suffix == ".safetensors"]
+        return {name: shape for file in files for name, shape in stored_shapes(file).items()}
 
 
 def classifier_of(config: PreTrainedConfig, name: str, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -495,11 +477,3 @@ def read_tensors(path: str, names: Iterable[str], *, revision: str | None = None
             tensors = torch.load(file, map_location="cpu", weights_only=True)
             found |= {name: tensors[name] for name in wanted & tensors.keys()}
     return found
-
-
-def _check_decoder(model: PreTrainedModel, path: str) -> None:
-    if not reads_last_token(model):
-        raise ModelError(
-            f"{path}: {type(model).__name__} has no head called score; wanted a decoder (GPT-2, Llama, Qwen2, …) "
-            "trained as a sequence classifier"
-        )

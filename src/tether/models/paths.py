@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import StrictDataclassError
 from peft import PeftConfig
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers.utils import find_adapter_config_file
 
 from tether.errors import ModelError
@@ -195,6 +195,13 @@ def weight_files(folder: Path) -> list[Path]:
         if files := sorted(folder.glob(pattern)):
             return files
     return []
+
+
+def stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a safetensors file, by name; reads only its header."""
+    with safe_open(file, framework="pt") as header:
+        names = list(header.keys())
+        return {name: tuple(header.get_slice(name).get_shape()) for name in names}
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -223,15 +223,13 @@ class Zero:
         """Gathers one tensor at a time, and keeps them in the main process."""
 
         def gather(name: str, x: Tensor) -> Tensor:
-            return self._put_together(x, self.part(x) if parts is None else parts[name])
+            part = self.part(x) if parts is None else parts[name]
+            if not _is_spread(x):
+                return part
+            pieces = self._dist.accelerator.gather(part.to(self._dist.device))
+            return pieces[: x.ds_numel].view(x.ds_shape)
 
         return kept_by_main(tensors, gather, self._dist)
-
-    def _put_together(self, x: Tensor, part: Tensor) -> Tensor:
-        if not _is_spread(x):
-            return part
-        pieces = self._dist.accelerator.gather(part.to(self._dist.device))
-        return pieces[: x.ds_numel].view(x.ds_shape)
 
     def optimizer_state(self, optimizer: PassOptimizer) -> dict[str, Any]:
         """Gathers the moments of one parameter at a time, and keeps them in the main process."""
@@ -249,6 +247,8 @@ class Zero:
 class Share:
     """Parameters that one optimizer steps for one role; a parameter group for DeepSpeed."""
 
+    number: int
+    """Position among DeepSpeed's groups."""
     optimizer: PassOptimizer
     parameters: Sequence[nn.Parameter]
     group: dict[str, Any]
@@ -260,6 +260,15 @@ class Share:
     is_forgotten: bool = False
     """Whether the share is excluded from the next step."""
 
+    def step(self, group: dict[str, Any]) -> None:
+        """Steps ``group`` by the optimizer's rule, in place of the optimizer's own groups."""
+        own = self.optimizer.optimizer
+        kept, own.param_groups = own.param_groups, [group]
+        try:
+            own.step()
+        finally:
+            own.param_groups = kept
+
 
 class Joint(Optimizer):
     """Several optimizers that look like one to DeepSpeed, each stepped by its own rule and only in its turn.
@@ -269,7 +278,7 @@ class Joint(Optimizer):
 
     def __init__(self, optimizers: Sequence[PassOptimizer], roles: Sequence[Role]) -> None:
         self.optimizers = list(optimizers)
-        self.shares = [share for optimizer in optimizers for share in _shares(optimizer, roles)]
+        self.shares = _shares(optimizers, roles)
         super().__init__([share.group for share in self.shares], {})
         self._by_group = {id(share.group): share for share in self.shares}
         for optimizer in optimizers:
@@ -285,27 +294,22 @@ class Joint(Optimizer):
             if share.scale < 1:
                 for flat in group["params"]:
                     flat.grad.mul_(share.scale)
-            own = share.optimizer.optimizer
-            kept, own.param_groups = own.param_groups, [group]
-            try:
-                own.step()
-            finally:
-                own.param_groups = kept
+            share.step(group)
 
     def of(self, optimizer: PassOptimizer) -> list[Share]:
         """The shares that an optimizer steps."""
         return [share for share in self.shares if share.optimizer is optimizer]
 
 
-def _shares(optimizer: PassOptimizer, roles: Sequence[Role]) -> list[Share]:
-    """The groups of an optimizer, each split by role, because a step may be for one role only."""
-    shares = []
-    for source in optimizer.optimizer.param_groups:
-        ids = [{id(p) for p in role.trained.values()} for role in roles]
-        parts = [[p for p in source["params"] if id(p) in own] for own in ids]
-        for parameters in filter(None, parts):
-            group = {**source, "params": list(parameters)}
-            shares.append(Share(optimizer, parameters, group, source))
+def _shares(optimizers: Sequence[PassOptimizer], roles: Sequence[Role]) -> list[Share]:
+    """The groups of the optimizers, each split by role, because a step may be for one role only."""
+    shares, ids = [], [{id(p) for p in role.trained.values()} for role in roles]
+    for optimizer in optimizers:
+        for source in optimizer.optimizer.param_groups:
+            parts = [[p for p in source["params"] if id(p) in own] for own in ids]
+            for parameters in filter(None, parts):
+                group = {**source, "params": list(parameters)}
+                shares.append(Share(len(shares), optimizer, parameters, group, source))
     return shares
 
 
@@ -342,20 +346,19 @@ class Unit:
         Args:
             optimizer: restricts the result to the gradients of this optimizer.
         """
-        for number, share in enumerate(self.joint.shares):
-            wanted = optimizer in (None, share.optimizer) and not share.is_forgotten
-            if wanted and self._has_gradients(share.optimizer):
-                yield from self._gradients_of(number, share)
+        for share in self.joint.shares if optimizer is None else self.joint.of(optimizer):
+            if not share.is_forgotten and self._has_gradients(share.optimizer):
+                yield from self._gradients_of(share)
 
-    def _gradients_of(self, number: int, share: Share) -> Sequence[Tensor]:
+    def _gradients_of(self, share: Share) -> Sequence[Tensor]:
         from deepspeed.utils import safe_get_local_grad
 
         zero = self.engine.optimizer
         if self._stage == 3:
             return [safe_get_local_grad(p) for p in share.parameters]
         if zero.cpu_offload:
-            return [zero.single_partition_of_fp32_groups[number].grad]
-        return zero.averaged_gradients[number]
+            return [zero.single_partition_of_fp32_groups[share.number].grad]
+        return zero.averaged_gradients[share.number]
 
     def _has_gradients(self, optimizer: PassOptimizer) -> bool:
         return optimizer.name in self._ran if len(self.joint.optimizers) > 1 else bool(self._ran)
@@ -388,10 +391,10 @@ class Unit:
 
         zero = self.engine.optimizer
         zero.zero_grad(set_to_none=True)
-        for number, share in enumerate(self.joint.shares):
+        for share in self.joint.shares:
             share.scale, share.is_forgotten = None, False
             if self._stage < 3:
-                zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
+                zero.averaged_gradients[share.number] = zero.all_grad_tensors[share.number] = None
             elif zero.offload_optimizer:
                 for p in share.parameters:
                     safe_set_local_grad(p, torch.zeros_like(p.ds_tensor))
@@ -407,27 +410,25 @@ class Unit:
 
     # The optimizers' states as one process has them
 
-    def _flats(self, number: int) -> list[Tensor]:
+    def _flats(self, share: Share) -> list[Tensor]:
         """The flat pieces that this process steps for a share."""
         zero = self.engine.optimizer
         if self._stage < 3:
-            return [zero.single_partition_of_fp32_groups[number]]
+            return [zero.single_partition_of_fp32_groups[share.number]]
         groups = zero.sub_group_to_group_id
-        return [flat for i, flat in enumerate(zero.fp32_partitioned_groups_flat) if groups[i] == number]
+        return [flat for i, flat in enumerate(zero.fp32_partitioned_groups_flat) if groups[i] == share.number]
 
     def state(self, optimizer: PassOptimizer) -> dict[str, Any]:
         """The optimizer's state as if it had stepped whole parameters; moments only in the main process."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        groups, position = [], {}
-        for source in optimizer.optimizer.param_groups:
-            numbers = range(len(position), len(position) + len(source["params"]))
-            position |= {id(p): i for p, i in zip(source["params"], numbers, strict=True)}
-            groups.append({**source, "params": list(numbers)})
+        sources = optimizer.optimizer.param_groups
+        position = {id(p): i for i, p in enumerate(p for source in sources for p in source["params"])}
+        groups = [{**source, "params": [position[id(p)] for p in source["params"]]} for source in sources]
         states: dict[int, dict[str, Any]] = {}
-        for number, share in enumerate(self.joint.shares):
-            flat = self._flats(number)[0]
-            known = self.joint.state.get(flat, {}) if share.optimizer is optimizer else {}
+        for share in self.joint.of(optimizer):
+            flat = self._flats(share)[0]
+            known = self.joint.state.get(flat, {})
             for p in share.parameters if known else ():
                 state = {}
                 for name, value in known.items():
@@ -449,13 +450,11 @@ class Unit:
         if saved["state"] and not self.joint.state:
             self._make_states()
         states = {id(p): saved["state"].get(i) for i, p in enumerate(parameters)}
-        for number, share in enumerate(self.joint.shares):
-            if share.optimizer is not optimizer or not self.joint.state:
-                continue
-            scalars: dict[str, Any] = {}
+        for share in self.joint.of(optimizer) if self.joint.state else ():
+            moments, scalars = self._moments(share), {}
             for p in share.parameters:
                 state = states[id(p)] or {}
-                for name in self._moments(number):
+                for name in moments:
                     value = state.get(name)
                     value = torch.zeros(_shape(p)) if value is None else value
                     if _is_spread(p):  # by pieces, like the weights
@@ -463,39 +462,37 @@ class Unit:
                         safe_set_local_optimizer_state(p, piece, name)
                     else:
                         safe_set_full_optimizer_state(p, value.to(self._dist.device), name)
-                scalars |= {name: value for name, value in state.items() if name not in self._moments(number)}
-            for flat in self._flats(number):
-                for name, value in self.joint.state[flat].items():
-                    if name not in self._moments(number):
-                        self.joint.state[flat][name] = _like(scalars.get(name, 0), value)
+                scalars |= {name: value for name, value in state.items() if name not in moments}
+            self._set_scalars(self._flats(share), scalars)
 
-    def _moments(self, number: int) -> list[str]:
+    def _set_scalars(self, flats: Sequence[Tensor], values: Mapping[str, Any]) -> None:
+        """Sets the states that an optimizer keeps once for a piece, such as the number of its steps; 0 without a
+        value."""
+        for flat in flats:
+            state = self.joint.state[flat]
+            for name, old in state.items():
+                if not _is_moment(old, flat):
+                    state[name] = _like(values.get(name, 0), old)
+
+    def _moments(self, share: Share) -> list[str]:
         """Names of the states that the optimizer keeps for each element that it steps."""
-        flat = self._flats(number)[0]
+        flat = self._flats(share)[0]
         return [name for name, value in self.joint.state.get(flat, {}).items() if _is_moment(value, flat)]
 
     def _make_states(self) -> None:
         """Makes optimizers create their states by a step with gradients of 0 at learning rate 0; informs DeepSpeed."""
         zero = self.engine.optimizer
-        for number, share in enumerate(self.joint.shares):
-            own, flats = share.optimizer.optimizer, self._flats(number)
-            kept = own.param_groups
-            own.param_groups = [{**share.source, "lr": 0.0, "weight_decay": 0.0, "params": flats}]
+        for share in self.joint.shares:
+            flats = self._flats(share)
             given = [flat.grad for flat in flats]
-            try:
-                for flat in flats:
-                    flat.grad = torch.zeros_like(flat)
-                own.step()
-            finally:
-                own.param_groups = kept
-                for flat, grad in zip(flats, given, strict=True):
-                    flat.grad = grad
             for flat in flats:
-                for name, value in self.joint.state[flat].items():
-                    if not _is_moment(value, flat):
-                        self.joint.state[flat][name] = _like(0, value)
+                flat.grad = torch.zeros_like(flat)
+            share.step({**share.source, "lr": 0.0, "weight_decay": 0.0, "params": flats})
+            for flat, grad in zip(flats, given, strict=True):
+                flat.grad = grad
+            self._set_scalars(flats, {})
             if self._stage < 3 and not zero.cpu_offload:
-                zero.averaged_gradients[number] = [torch.zeros_like(flat) for flat in flats]
+                zero.averaged_gradients[share.number] = [torch.zeros_like(flat) for flat in flats]
         if self._stage == 3:  # by sub-group there, of which a share may have several
             for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
                 zero.averaged_gradients[number] = [torch.zeros_like(flat)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tether.config.schema import RunConfig
 from tether.machine.distributed import Dist, lost_told
+from tether.models.adapters import flags_kept
 from tether.models.roles import Host, ModelRoles, Pass, directly
 from tether.train.engines.base import Hosted, all_together, forget
 from tether.train.optim import PassOptimizer, all_finite
@@ -153,10 +154,7 @@ def _training_only(pass_: Pass, modules: list[nn.Module]) -> Iterator[None]:
     """Within this context, only what the pass trains requires gradients: DDP checks that once, at construction."""
     trained = {id(parameter) for parameter in pass_.parameters()}
     others = [p for module in modules for p in module.parameters() if p.requires_grad and id(p) not in trained]
-    try:
+    with flags_kept(others):
         for parameter in others:
             parameter.requires_grad_(False)
         yield
-    finally:
-        for parameter in others:
-            parameter.requires_grad_(True)

@@ -1925,8 +1925,8 @@ CHECKPOINT = in_file(
     "train/checkpoint.py",
     (
         "a resumed run forgets the KL coefficient",
-        'RunState(**record | moments | {"source_moments": sources})',
-        'RunState(**record | moments | {"source_moments": sources, "kl_coef": self.config.ppo.kl_coef})',
+        'RunState(**own | moments | {"source_moments": sources})',
+        'RunState(**own | moments | {"source_moments": sources, "kl_coef": self.config.ppo.kl_coef})',
     ),
     (
         "a resumed run forgets its score moments",

@@ -316,11 +316,11 @@ class Checkpoints:
             raise CheckpointError(f"{path}: optimizer state does not fit the run's roles: {', '.join(sorted(missing))}")
         for optimizer in self.optimizers:
             self.engine.load_optimizer_state(optimizer, states[optimizer.name])
-        del record["data"], record["num_processes"], record["engine"]
-        saved = parse_config(record.pop("config"), RunConfig)
-        sources = {name: ScoreMoments(**moments) for name, moments in record["source_moments"].items()}
-        moments = {name: ScoreMoments(**record[name]) for name in ("score_moments", "eval_moments")}
-        state = RunState(**record | moments | {"source_moments": sources})
+        saved = parse_config(record["config"], RunConfig)
+        own = {each.name: record[each.name] for each in fields(RunState)}
+        sources = {name: ScoreMoments(**moments) for name, moments in own["source_moments"].items()}
+        moments = {name: ScoreMoments(**own[name]) for name in ("score_moments", "eval_moments")}
+        state = RunState(**own | moments | {"source_moments": sources})
         self._fit_memory(state, saved)
         if _criterion(self.config) != _criterion(saved) or not self._has_best(state):
             state.best_metric = state.best_step = None  # measured by another criterion, or its checkpoint is gone

@@ -20,9 +20,9 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
 from tether.config.load import check_kind
-from tether.config.sft_stage import DemonstrationsConfig, SftModelConfig, SftStageConfig
+from tether.config.sft_stage import SftModelConfig, SftStageConfig
 from tether.data.bad_rows import UNUSABLE, Limit
-from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
+from tether.data.demonstrations import Demonstration, load_demonstrations
 from tether.data.held_out import split_off
 from tether.data.joined import check_named
 from tether.data.queries import QueryFormat
@@ -207,36 +207,26 @@ def load_data(config: SftStageConfig) -> SftData:
 def _loaded(config: SftStageConfig) -> SftData:
     data = config.data
     tokenizer, end_ids = load_templated(config)
-    read = _read("demonstrations", data, tokenizer, end_ids)
-    if data.eval_demonstrations is not None:
-        others = _read("eval_demonstrations", data, tokenizer, end_ids)
-        too_long = read.num_too_long + others.num_too_long
-        unanswered = read.num_unanswered + others.num_unanswered
-        bad = read.num_bad + others.num_bad
-        return SftData(tokenizer, end_ids, read.demonstrations, others.demonstrations, too_long, unanswered, bad)
-    # a row's turns, and rows with equal prompts, begin alike and so are never on both sides
-    first = {each.row: each.query_ids for each in reversed(read.demonstrations)}
-    train, held_out = split_off(
-        read.demonstrations, data.held_out_fraction, config.train.seed, lambda each: _same(first[each.row], each.row)
-    )
-    if data.held_out_fraction > 0 and not held_out:
-        raise DataError("data.eval_fraction: all demonstrations have the same prompt, so none can be held out")
-    return SftData(tokenizer, end_ids, train, held_out, read.num_too_long, read.num_unanswered, read.num_bad)
+    form, limit = QueryFormat(tokenizer, **data.chat), Limit(data.max_length, "data.max_length")
+    answers = {"end_ids": end_ids, "every_turn": data.turns == "all", "ends_text": True}
+    names = [name for name in ("demonstrations", "eval_demonstrations") if getattr(data, name) is not None]
+    read = [load_demonstrations(data.source(name), form, limit, **answers) for name in names]
+    train, held_out = read[0].demonstrations, read[-1].demonstrations
+    if data.eval_demonstrations is None:
+        # a row's turns, and rows with equal prompts, begin alike and so are never on both sides
+        first = {each.row: each.query_ids for each in reversed(train)}
+        train, held_out = split_off(
+            train, data.held_out_fraction, config.train.seed, lambda each: _same(first[each.row], each.row)
+        )
+        if data.held_out_fraction > 0 and not held_out:
+            raise DataError("data.eval_fraction: all demonstrations have the same prompt, so none can be held out")
+    dropped = [(each.num_too_long, each.num_unanswered, each.num_bad) for each in read]
+    return SftData(tokenizer, end_ids, train, held_out, *map(sum, zip(*dropped, strict=True)))
 
 
 def _same(query: tuple[int, ...], row: int) -> tuple[int, ...] | int:
     """A key that demonstrations of one prompt share; plain texts have no prompt other than their first token."""
     return query if len(query) > 1 else row
-
-
-def _read(
-    name: str, data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int]
-) -> DemonstrationData:
-    form, limit = QueryFormat(tokenizer, **data.chat), Limit(data.max_length, "data.max_length")
-    every_turn = data.turns == "all"
-    return load_demonstrations(
-        data.source(name), form, limit, end_ids=end_ids, every_turn=every_turn, ends_text=True
-    )
 
 
 # The model

@@ -30,12 +30,12 @@ from transformers.pytorch_utils import Conv1D
 
 from tether.config.model import LoraConfig
 from tether.errors import ConfigError, ModelError
+from tether.models.forward import state_size
 from tether.models.heads import (
     ScalarHead,
     head_from,
     is_head_key,
     read_value_head,
-    state_size,
     value_head_file,
 )
 from tether.models.layers import num_rows

@@ -48,7 +48,8 @@ from tether.models.adapters import (
 from tether.models.build import critic_source
 from tether.models.device import default_device, half_dtype, total_memory, weight_dtype
 from tether.models.fit import has_few_bits
-from tether.models.heads import is_head_key, read_value_head, state_size, value_head_file
+from tether.models.forward import state_size
+from tether.models.heads import is_head_key, read_value_head, value_head_file
 from tether.models.layers import parameters_above
 from tether.models.loading import load_config
 from tether.models.merging import MOST_BYTES

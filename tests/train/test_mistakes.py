@@ -125,9 +125,13 @@ MISTAKES = {
         lambda f: {"model__lora": {"target_modules": r".*\.layers\.0"}},
         r"^model\.lora\.target_modules: .* PEFT cannot adapt LlamaForCausalLM: Target module Llama.* Name others",
     ),
-    "LoRA on layers that PEFT cannot adapt": (
-        lambda f: {"model__path": of_kind(f / "m", "mamba", "MambaForCausalLM", state_size=4), "model__lora": {}},
-        r"^model\.lora\.target_modules: all-linear: PEFT cannot adapt MambaForCausalLM: .*'out_proj' is incompatible",
+    "LoRA on layers whose weights are read past it": (
+        lambda f: {
+            "model__path": of_kind(f / "m", "mamba", "MambaForCausalLM", state_size=4),
+            "model__lora": {"target_modules": ["in_proj", "dt_proj"]},
+        },
+        r"^model\.lora\.target_modules: \['in_proj', 'dt_proj'\] includes backbone\.layers\.0\.mixer\.dt_proj, whose "
+        r"weight MambaForCausalLM also reads .* Name others of its linear modules: \[in_proj, x_proj\]$",
     ),
     "a critic of a kind that has none": (
         lambda f: {"model__path": of_kind(f / "m", "cohere", "CohereForCausalLM", num_attention_heads=4)},

@@ -41,8 +41,8 @@ from tether.models.adapters import (
     MODULE_PREFIX,
     adapter_parameters,
     adapter_shapes,
+    linear_names,
     peft_lora_config,
-    target_names,
     with_adapter,
 )
 from tether.models.build import critic_source
@@ -440,7 +440,7 @@ def _frozen(
     whole = _role(role, source, _count(model), 0, dtype, sharing)
     if bits is None:
         return whole
-    linear = sum(model.get_submodule(name).weight.numel() for name in target_names(model, "all-linear"))
+    linear = sum(model.get_submodule(name).weight.numel() for name in linear_names(model))
     others = (whole.parameters - linear) * BYTES.get(dtype, 4)
     return replace(whole, dtype=f"{bits} + {whole.dtype}", weight_bytes=others + int(linear * QUANTIZED_BYTES[bits]))
 

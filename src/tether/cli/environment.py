@@ -7,7 +7,9 @@ import traceback
 
 from tether.errors import ConfigError
 
-_LIBRARIES = ("torch", "transformers", "huggingface_hub", "datasets", "accelerate", "peft", "trl", "tokenizers", "vllm")
+_LIBRARIES = (
+    "torch", "transformers", "huggingface_hub", "datasets", "accelerate", "peft", "trl", "tokenizers", "tqdm", "vllm",
+)  # fmt: skip
 _PREFIXES = ("TORCH", "PYTORCH", "HF_", "HUGGINGFACE_", *(f"{name.upper()}_" for name in _LIBRARIES))
 """Beginnings of the names of their variables."""
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")

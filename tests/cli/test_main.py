@@ -1,5 +1,6 @@
 """The command line: what is parsed, what is called, and what becomes the exit code."""
 
+import argparse
 import io
 import json
 import logging
@@ -13,7 +14,10 @@ import pytest
 
 from tether import __version__, errors
 from tether.cli import commands, quiet
+from tether.cli.environment import refused_variable
 from tether.cli.main import main
+from tether.cli.places import local_place
+from tether.cli.places import place as any_place
 
 RUN = """\
 model: {path: some/model}
@@ -66,6 +70,27 @@ class TestLocalRank:
             monkeypatch.setenv("LOCAL_RANK", said)
         assert main(["ppo", file, "--local_rank=1"]) == 2
         assert f"--local_rank: got 1, but LOCAL_RANK is {told}: launchers set both" in capsys.readouterr().err
+
+
+class TestPlaces:
+    @pytest.mark.parametrize(
+        "words",
+        [
+            "evaluate LONG", "evaluate run --prompts LONG", "evaluate run -o LONG", "generate LONG --prompts p",
+            "generate m --prompts LONG", "score source.yaml LONG", "merge LONG -o o", "merge m -o LONG", "report LONG",
+            "push LONG", "chat LONG", "convert run.yaml --to verl -o LONG",
+        ],
+    )  # fmt: skip
+    def test_a_name_that_no_file_can_have_is_one_message(self, capsys, words):
+        assert main(words.replace("LONG", "a" * 300).split()) == 2
+        assert f"{'a' * 100}… cannot be accessed: File name too long" in capsys.readouterr().err
+
+    def test_what_is_written_may_go_through_a_link_to_nothing(self, tmp_path, monkeypatch):
+        (tmp_path / "link").symlink_to("made.jsonl")
+        monkeypatch.chdir(tmp_path)
+        assert local_place("link") == Path("link")
+        with pytest.raises(argparse.ArgumentTypeError, match=r"^link is a link to made\.jsonl, which does not exist$"):
+            any_place("link")
 
 
 class TestHelp:
@@ -226,6 +251,54 @@ class TestExitCode:
     def test_a_command_with_a_slip_is_2_and_says_the_nearest(self, capsys):
         assert main(["pppo"]) == 2
         assert "did you mean `tether ppo`?" in capsys.readouterr().err
+
+
+class TestEnvironment:
+    @pytest.mark.parametrize(
+        ("name", "value", "words"),
+        [
+            ("HF_HUB_DOWNLOAD_TIMEOUT", "soon", "'soon', which huggingface_hub refuses (invalid literal for int()"),
+            ("TORCH_LOGS", "+nonsense,++", "'+nonsense,++', which torch refuses (Invalid log settings: +nonsense,++,"),
+        ],
+    )
+    def test_a_variable_that_a_library_refuses_is_named(self, file, name, value, words):
+        shown = python("-m", "tether", "plan", file, env={**os.environ, name: value})
+        assert shown.returncode == 2 and shown.stdout == ""
+        assert shown.stderr.startswith(f"tether: the environment variable {name}: got {words}"), shown.stderr
+        assert shown.stderr.endswith("): correct or unset it\n") and shown.stderr.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        ("module", "function", "text", "is_named"),
+        [
+            ("torch.distributed", "<module>", "invalid literal: 'soon'", True),
+            ("torch.distributed", "mode", "TORCH_OF_TEST must be OFF or INFO", True),
+            ("torch.distributed", "mode", "invalid literal: 'soon'", False),
+            ("torch.distributed", "from_env", "invalid truth value soon", True),
+            ("torch.distributed", "from_env", "invalid truth value sooner", False),
+            ("torch.distributed", "<module>", "invalid literal: 'later'", False),
+            ("judges", "<module>", "invalid literal: 'soon'", False),
+            ("judges", "score", "TORCH_OF_TEST must be OFF or INFO", False),
+        ],
+    )
+    def test_it_is_one_that_the_library_names_or_whose_value_it_quotes_as_it_is_imported(
+        self, monkeypatch, module, function, text, is_named
+    ):
+        monkeypatch.setenv("TORCH_OF_TEST", "soon")
+        call, scope = f"raise ValueError({text!r})", {"__name__": module}
+        with pytest.raises(ValueError, match=text) as caught:
+            exec(call if function == "<module>" else f"def {function}():\n    {call}", scope)
+            scope[function]()
+        found = refused_variable(caught.value)
+        assert (found is not None) == is_named
+        assert not is_named or "the environment variable TORCH_OF_TEST: got 'soon', which torch refuses" in str(found)
+
+    def test_neither_what_memory_could_be_saved_by_nor_a_token_is_at_fault(self, monkeypatch):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        for error in (RuntimeError("out of memory: try PYTORCH_ALLOC_CONF"), ValueError("HF_TOKEN 'hf_secret'")):
+            with pytest.raises(type(error)) as caught:
+                exec("raise error", {"__name__": "huggingface_hub", "error": error})
+            assert refused_variable(caught.value) is None
 
 
 class TestRunArguments:

@@ -92,6 +92,45 @@ class TestReading:
             assert "--output_dir: got '', which would be the current folder" in told
             assert parse_config(text, section, overrides=["--output_dir=."]).output_dir == Path()
 
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            ("a" * 300, r"a{100}… cannot be accessed: File name too long"),
+            ("loop", r".*loop cannot be accessed: Too many levels of symbolic links"),
+            ("~nobody-of-this-name/x", r"got ~nobody-of-this-name/x, but there is no home folder ~nobody-of-this-name"),
+        ],
+    )
+    def test_a_name_that_no_file_can_have_is_told_with_its_key(self, tmp_path, monkeypatch, name, words):
+        (tmp_path / "loop").symlink_to("loop")
+        monkeypatch.chdir(tmp_path)
+        keys = ["model.path", "value.init", "rewards.0.path", "rewards.1.path", "data.prompts", "data.eval_prompts"]
+        keys += ["data.chat_template", "data.dataset_dir", "output_dir", "resume"]
+        for key in keys:
+            (told,) = problems(FILE, f"--{key}={name}")
+            assert re.search(rf"--{key}: {words}$", told), told
+        (told,) = problems(FILE, f"--data.prompts=[prompts.jsonl, {name}]")
+        assert re.search(rf"--data.prompts: {words}$", told), told
+        of_stage = "{model: {path: m}, data: {pairs: p}, output_dir: o}"
+        for key in ("model.path", "data.pairs", "output_dir"):
+            (told,) = problems(of_stage, f"--{key}={name}", section=RewardStageConfig)
+            assert re.search(rf"--{key}: {words}$", told), told
+
+    def test_a_checkpoint_that_may_not_be_read_is_told(self, tmp_path, monkeypatch):
+        (tmp_path / "link").symlink_to("nowhere")
+        monkeypatch.chdir(tmp_path)
+        (told,) = problems(FILE, "--resume=link")
+        assert told.endswith("--resume: link is a link to nowhere, which does not exist")
+
+    def test_what_may_be_gone_by_now_is_no_mistake_of_a_file_that_a_run_saved(self, tmp_path, monkeypatch):
+        (tmp_path / "prompts.jsonl").symlink_to("gone.jsonl")
+        monkeypatch.chdir(tmp_path)
+        assert parse_config(FILE).data.prompts == "prompts.jsonl"
+
+    def test_a_name_of_the_hub_may_begin_like_a_file(self, tmp_path, monkeypatch):
+        (tmp_path / "org").touch()
+        monkeypatch.chdir(tmp_path)
+        assert parse_config(FILE, overrides=["--model.path=org/model"]).model.path == "org/model"
+
     def test_another_section_class_may_be_the_whole_file(self):
         config = parse_config("{model: {path: m}, data: {pairs: p.jsonl}, output_dir: o}", RewardStageConfig)
         assert config.data.pairs == "p.jsonl"

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import subprocess
 import sys
 
@@ -330,6 +331,13 @@ def test_files_that_are_not_utf8(tmp_path):
 def test_what_does_not_exist_is_refused_without_a_look_at_the_hub(source):
     with pytest.raises(DataError, match=rf"^data\.prompts: no such file or folder: {source}$"):
         check_source(source, "data.prompts")
+
+
+def test_a_pipe_is_told_as_one(tmp_path):
+    """It could be read once, but a run reads its data again when it is resumed."""
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match=r"^data\.prompts: .*rows\.jsonl is a pipe or a device, which cannot be r"):
+        check_source(str(tmp_path / "rows.jsonl"), "data.prompts")
 
 
 def test_a_folder_without_files(tmp_path):

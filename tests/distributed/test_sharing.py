@@ -79,36 +79,41 @@ def test_scores_of_two_processes_are_those_of_one(tmp_path):
     assert first["has"]["once"] and not second["has"]["once"] and second["has"]["everywhere"]
 
 
-def asked_early(url: str, at_once: int) -> tuple[list[float], float]:
-    """Scores of a service that is asked about each answer as it comes, and when they were first wanted."""
+def asked_early(url: str, at_once: int, is_asked: Path) -> list[float]:
+    """Scores of a service that is asked about each answer as it comes; nobody wants them before it has been asked.
+
+    Args:
+        is_asked: the file that the service then writes.
+    """
     batch = chat_batch(tiny_tokenizer(), TURNS)
     text = f"- {{type: http, url: '{url}', batch_size: 1, max_concurrency: {at_once}, columns: []}}"
     asked = begun(sources(text, Dist()), batch)
     for row in range(len(batch)):
         asked.finished([row])
-    time.sleep(0.5)
-    ready = time.monotonic()
-    return asked.output().scores, ready
+    end = time.monotonic() + 60
+    while not is_asked.exists():
+        assert time.monotonic() < end, "asked while others were still being written"
+        time.sleep(0.01)
+    return asked.output().scores
 
 
 def test_a_service_is_asked_by_all_within_one_cap_and_early(tmp_path):
-    seen: list[tuple[str, float]] = []
-
     def slow(payload: Any) -> Any:
-        seen.append((payload["responses"][0], time.monotonic()))
-        while service.most_at_work < at_once and time.monotonic() < seen[0][1] + 30:  # of a machine that is busy, too
+        is_asked.touch()
+        end = time.monotonic() + 30  # of a machine that is busy, too
+        while service.most_at_work < at_once and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.1)
         return lengths(payload)
 
     for at_once in (3, 1):
-        seen.clear()
+        is_asked = tmp_path / f"asked_{at_once}"
         with local_service(slow) as service:
-            (first, ready), (second, _) = together(asked_early, service.url, at_once, folder=tmp_path)
+            first, second = together(asked_early, service.url, at_once, is_asked, folder=tmp_path)
         assert first == second == [len(text) for _, text in TURNS]
-        assert Counter(text for text, _ in seen) == Counter(text for _, text in TURNS), "asked once of each"
+        asked = Counter(text for payload in service.seen for text in payload["responses"])
+        assert asked == Counter(text for _, text in TURNS), "asked once of each"
         assert service.most_at_work == at_once, "one cap for all processes"
-        assert min(moment for _, moment in seen) < ready, "asked while others were still being written"
 
 
 def answered() -> tuple[list[tuple[int, list[int]]], list[int]]:

@@ -13,6 +13,7 @@ from tests.tiny import EOS, save_tiny, tiny_bpe_tokenizer, tiny_causal_lm, tiny_
 from tests.train.runs import seen_by_models, tiny_run, write
 from tether.config.source import QueryConfig
 from tether.data.answers import answer_lead, encoded_answers
+from tether.data.demonstrations import load_demonstrations
 from tether.generation.fake import FakeGenerator
 from tether.generation.hf import HFGenerator
 from tether.inference.generate import generate_path
@@ -205,6 +206,30 @@ def test_a_template_writes_no_second_blank_before_an_answer_that_gets_one_anyway
         tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
         tokenizer.chat_template += "{% if add_generation_prompt %}assistant:{% endif %}"
         assert answer_lead(tokenizer) == "", name
+
+
+@pytest.mark.parametrize("end", [" ", "\n", " \n "])
+@pytest.mark.parametrize("name", [*WITH_BLANK, "byte level", "byte level, with a blank"])
+def test_an_answer_gets_no_blank_behind_the_one_that_a_prompt_of_the_template_ends_with(tmp_path, name, end):
+    """A text of prompt and answer is the template's, also if the answer holds the name of a special token."""
+    tokenizer = TOKENIZERS[name.partition(",")[0]]()
+    if name.endswith("with a blank"):
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    if name == "unigram":
+        end = end.replace("\n", " ")
+    turn = "{{ m.role + ':' + end + m.content + eos_token }}"
+    start = "{% if add_generation_prompt %}{{ 'assistant:' + end }}{% endif %}"
+    tokenizer.chat_template = f"{{% set end = {end!r} %}}{{% for m in messages %}}{turn}{{% endfor %}}{start}"
+    answers = ["sees the day", " sees", "s"]
+    if name != "unigram":  # which has no characters for it
+        answers.append(f"the cat{tokenizer.eos_token} sees")
+    rows = [{"prompt": "the cat", "completion": answer} for answer in answers]
+    path = write("".join(json.dumps(row) + "\n" for row in rows), tmp_path / "rows.jsonl")
+    usual = {"split": "train", "max_length": 99, "chat_template": "auto", "system_prompt": None, "key": "data.ptx"}
+    data = load_demonstrations(str(path), tokenizer, **usual, end_ids={EOS})
+    for one, answer in zip(data.demonstrations, answers, strict=True):
+        read = tokenizer.decode([*one.query_ids, *one.response_ids])
+        assert f"assistant:{end}{answer}" in read, "the template's own text"
 
 
 REWARD = '''

@@ -12,6 +12,7 @@ from transformers import (
     BertConfig,
     BloomConfig,
     CohereConfig,
+    ElectraConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -48,6 +49,7 @@ from tether.models.forward import (
     last_token_scores,
     response_outputs,
     response_values,
+    state_size,
 )
 from tether.models.heads import ScalarHead
 
@@ -97,10 +99,12 @@ def naive(model: PreTrainedModel, query: list[int], response: list[int], tempera
     return logprobs, entropies, values
 
 
-def assert_is_naive(model: PreTrainedModel, temperature: float = 0.7, before: tuple[int, ...] = ()) -> None:
-    """Args: before: what the queries have before those of the other tests."""
+def assert_is_naive(
+    model: PreTrainedModel, temperature: float = 0.7, before: tuple[int, ...] = (), hidden: int | None = None
+) -> None:
+    """Args: before: what the queries have before those of the other tests; hidden: the width of the states."""
     queries = [[*before, *query] for query in QUERIES]
-    head, batch = seeded_head(model.config.hidden_size), collate(queries, RESPONSES)
+    head, batch = seeded_head(hidden or model.config.hidden_size), collate(queries, RESPONSES)
     out = response_outputs(model, batch, temperature=temperature, head=head, with_entropy=True)
     for row, (query, response) in enumerate(zip(queries, RESPONSES, strict=True)):
         for got, wanted in zip(out, naive(model, query, response, temperature, head), strict=True):
@@ -178,6 +182,24 @@ def test_a_head_with_a_layer_before_it_is_the_models_own():
     model = model_of(RemBertConfig(**SMALL, **widths, is_decoder=True))
     assert not head_matches(model)
     assert_is_naive(model)
+
+
+PROJECTED = {
+    "language model": RemBertConfig(**SMALL, intermediate_size=32, output_embedding_size=24, is_decoder=True),
+    "language model, tied": ElectraConfig(**SMALL, intermediate_size=32, embedding_size=8, is_decoder=True),
+    "trunk": OPTConfig(**SMALL, ffn_dim=32, word_embed_proj_dim=8, do_layer_norm_before=False),
+    "nothing": LlamaConfig(**ROTARY),
+}
+"""Models by what changes the width of their states before the output embedding reads them."""
+
+
+@pytest.mark.parametrize("by", PROJECTED)
+def test_heads_read_the_states_of_the_trunk_whatever_the_output_embedding_reads(by):
+    model = model_of(PROJECTED[by])
+    wanted = 8 if by == "trunk" else 16
+    with torch.device("meta"):
+        assert state_size(AutoModelForCausalLM.from_config(PROJECTED[by])) == wanted == state_size(model)
+    assert_is_naive(model, hidden=wanted)
 
 
 def test_a_model_without_a_trunk_is_refused():

@@ -556,6 +556,10 @@ def test_paths_are_checked_before_anything_loads(tmp_path):
         with pytest.raises(ModelError, match=message):
             check_model_path(str(tmp_path / name), "model.path")
     (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to("no_blob")
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read: it is a link to nothing, or you may not"):
+        check_model_path(str(model), "model.path")
+    (model / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"base model of the adapter .*adapter\): .*model holds no weights"):
         check_model_path(str(adapter), "model.path")
 

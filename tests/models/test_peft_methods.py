@@ -5,7 +5,9 @@ import warnings
 import peft
 import pytest
 import torch
+from benchmarks.architectures import small_model
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM
 
 from tests.models.build import (
@@ -19,7 +21,10 @@ from tests.models.build import (
     wrapped,
 )
 from tests.operators import operators
+from tether.config.model import LoraConfig
 from tether.errors import ConfigError, ModelError
+from tether.models.adapters import BYPASSED, check_targets, linear_names, peft_lora_config, with_adapter
+from tether.models.forward import few_tokens
 from tether.models.loading import load_causal_lm
 from tether.models.saving import save_critic, save_policy
 from tether.models.tokenizer import load_tokenizer
@@ -199,3 +204,24 @@ def test_an_adapter_that_peft_cannot_merge_is_named(tmp_path, base):
     adapter = save_adapter(tmp_path / "adapter", base, lora_bias=True)
     with pytest.raises(ModelError, match=r"adapter: Impossible to merge LoRA .* the base layer has no bias"):
         load_causal_lm(str(adapter), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", BYPASSED)
+def test_all_linear_adapts_what_a_model_calls_and_leaves_out_what_it_also_reads_by_itself(kind):
+    """PEFT refuses an adapter on ``out_proj``, which only fused kernels on a GPU read."""
+    with torch.no_grad():
+        model = small_model(kind)
+    linear, called = linear_names(model), set()
+    for name in linear:
+        model.get_submodule(name).register_forward_hook(lambda *call, name=name: called.add(name))
+    with torch.no_grad():
+        model(input_ids=few_tokens(model), use_cache=False)
+    check_targets(LoraConfig(), model.config, trust_remote_code=False)
+    adapted = with_adapter(model, peft_lora_config(LoraConfig(), model)).get_base_model()
+    targets = {name for name in linear if isinstance(adapted.get_submodule(name), BaseTunerLayer)}
+    assert targets and targets <= called
+    assert {name.rpartition(".")[2] for name in linear - targets} == set(BYPASSED[kind])
+    for name in linear - targets:
+        assert name not in called or name.endswith(".out_proj"), "an adapter could be there"
+        with pytest.raises(ConfigError, match=rf"includes {name}, whose weight .* also reads without calling"):
+            check_targets(LoraConfig(target_modules=[name]), model.config, trust_remote_code=False)

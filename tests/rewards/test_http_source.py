@@ -135,6 +135,14 @@ WRONG = {
         r"component a, returned 1 score for 3 answers",
     ),
     "no JSON": (Reply(b"<html>Bad gateway</html>"), r"not return JSON \(JSONDecodeError.*'<html>Bad gateway</html>'"),
+    "scores twice": (
+        Reply(b'{"scores": [1, 2, 3], "scores": [4, 5, 6]}'),
+        r"\(status 200\) returned JSON that has 'scores' several times in one object; wanted each name once$",
+    ),
+    "a component twice": (
+        Reply(b'{"scores": [1, 2, 3], "components": {"a": [1, 2, 3], "a": [1, 2, 3]}}'),
+        r"returned JSON that has 'a' several times in one object",
+    ),
     "half JSON": (Reply(b'{"scores": [1, 2'), r"did not return JSON .*'\{\"scores\": \[1, 2'"),
     "nothing": (Reply(b""), r"did not return JSON .* an empty body"),
     "deep JSON": (Reply(b"[" * 100_000), r"did not return JSON \(RecursionError"),

@@ -87,6 +87,10 @@ NO_REQUESTS = {
     "no JSON": (b"prompts=a", r"the body is not JSON: Expecting value"),
     "deep JSON": (b"[" * 100_000, r"the body is not JSON: maximum recursion"),
     "no UTF-8": (b'{"prompts": ["\xff"]}', r"the body is not JSON: .*utf-8"),
+    "a key twice": (
+        b'{"prompts": ["a"], "responses": ["x"], "responses": ["y"]}',
+        r"^the body has 'responses' several times in one object; wanted each name once$",
+    ),
     "a list": ([PAIR], r"the body is a JSON list, wanted an object with prompts and responses"),
     "other keys": (PAIR | {"column": {}}, r"unknown key column; wanted prompts, responses and columns"),
     "no prompts": ({"responses": ["x"]}, r"prompts: got nothing, wanted a list"),

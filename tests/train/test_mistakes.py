@@ -19,7 +19,7 @@ from tests.models.build import of_kind, save_adapter
 from tests.tiny import EOS, VOCAB_SIZE, save_tiny, tiny_classifier, tiny_tokenizer
 from tests.train.runs import tiny_run, write_prompts
 from tether.config.load import dump_config
-from tether.errors import USER_ERRORS, ConfigError, DataError
+from tether.errors import USER_ERRORS, ConfigError, DataError, ModelError
 from tether.inference.evaluate import evaluate_path
 from tether.inference.generate import generate_path
 from tether.inference.saved import run_config
@@ -125,9 +125,13 @@ MISTAKES = {
         lambda f: {"model__lora": {"target_modules": r".*\.layers\.0"}},
         r"^model\.lora\.target_modules: .* PEFT cannot adapt LlamaForCausalLM: Target module Llama.* Name others",
     ),
-    "LoRA on layers that PEFT cannot adapt": (
-        lambda f: {"model__path": of_kind(f / "m", "mamba", "MambaForCausalLM", state_size=4), "model__lora": {}},
-        r"^model\.lora\.target_modules: all-linear: PEFT cannot adapt MambaForCausalLM: .*'out_proj' is incompatible",
+    "LoRA on layers whose weights are read past it": (
+        lambda f: {
+            "model__path": of_kind(f / "m", "mamba", "MambaForCausalLM", state_size=4),
+            "model__lora": {"target_modules": ["in_proj", "dt_proj"]},
+        },
+        r"^model\.lora\.target_modules: \['in_proj', 'dt_proj'\] includes backbone\.layers\.0\.mixer\.dt_proj, whose "
+        r"weight MambaForCausalLM also reads .* Name others of its linear modules: \[in_proj, x_proj\]$",
     ),
     "a critic of a kind that has none": (
         lambda f: {"model__path": of_kind(f / "m", "cohere", "CohereForCausalLM", num_attention_heads=4)},
@@ -283,16 +287,37 @@ def test_a_run_that_ended_before_it_began_is_begun_again(tmp_path):
     assert len(train_policy(config).updates) == 1
 
 
+PLACES = {
+    "data__prompts": DataError, "data__eval_prompts": DataError, "model__path": ModelError, "value__init": ModelError,
+    "rewards__0__path": ConfigError, "output_dir": ConfigError,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [("metrics.jsonl", r"metrics\.jsonl is not a file"), ("a" * 300, "cannot be read: File name too long")],
+    ("name", "words"),
+    [("dangling", "is a link to nowhere, which does not exist"), ("locked", "is a folder that you may not read")],
 )
-def test_a_folder_that_cannot_be_one_is_told(tmp_path, loaded, name, message):
-    config = tiny_run(tmp_path, output_dir=str(tmp_path / name), resume=True)
-    if name == "metrics.jsonl":
-        config = tiny_run(tmp_path, resume=True)
-        (config.output_dir / name).mkdir(parents=True)
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("key", PLACES)
+def test_a_place_where_nothing_can_be_read_is_told(tmp_path, loaded, monkeypatch, key, name, words):
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "locked").mkdir()
+    may = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: not str(path).endswith("locked") and may(path, mode))
+    place = str(tmp_path / name)
+    changes = {key: place}
+    if key == "rewards__0__path":
+        (tmp_path / name).rename(f"{place}.py")
+        place, changes = f"{place}.py", {"rewards": [{"type": "function", "path": f"{place}.py", "name": "letters"}]}
+        monkeypatch.setattr("os.access", lambda path, mode: "locked" not in str(path) and may(path, mode))
+    with pytest.raises(PLACES[key], match=rf"^{key.replace('__', '.')}: {place} {words}"):
+        train_policy(tiny_run(tmp_path, **changes))
+    assert loaded == []
+
+
+def test_a_folder_where_a_file_belongs_is_told(tmp_path, loaded):
+    config = tiny_run(tmp_path, resume=True)
+    (config.output_dir / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is not a file"):
         train_policy(config)
     assert loaded == []
 

@@ -7,10 +7,18 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    ElectraConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    OPTConfig,
+    RemBertConfig,
+)
 
 from tests.models.build import edit_json
-from tests.tiny import KINDS, VOCAB_SIZE, save_tiny, tiny_classifier, tiny_tokenizer
+from tests.tiny import EOS, KINDS, VOCAB_SIZE, save_tiny, tiny_classifier, tiny_tokenizer
 from tests.train.runs import tiny_run
 from tests.train.test_run import SHARINGS
 from tether.config.chat import with_now
@@ -37,6 +45,32 @@ def test_roles_have_the_parameters_that_were_planned(tmp_path, kind, sharing, kl
     else:
         assert sum(role.weight_bytes for role in planned.values()) == built
     assert ("reference" in planned) == (kl_coef > 0) == roles.has_reference
+
+
+WIDTHS = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": EOS,
+}  # fmt: skip
+PROJECTING = {
+    "rembert": RemBertConfig(**WIDTHS, intermediate_size=16, output_embedding_size=24, is_decoder=True),
+    "electra": ElectraConfig(**WIDTHS, intermediate_size=16, embedding_size=8, is_decoder=True),
+    "opt": OPTConfig(**WIDTHS, ffn_dim=16, word_embed_proj_dim=8, do_layer_norm_before=False),
+}
+"""Models whose output embedding does not read states of the hidden size."""
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["head", "adapter"])
+@pytest.mark.parametrize("kind", PROJECTING)
+def test_a_critic_reads_the_states_of_a_model_that_projects_them(tmp_path, kind, lora):
+    folder = save_tiny(tmp_path / "m", tied=False)
+    AutoModelForCausalLM.from_config(PROJECTING[kind]).save_pretrained(folder)
+    changes = {"value__kind": "adapter" if lora else "head", "model__lora": lora, "sampling__response_length": 4}
+    config = tiny_run(tmp_path, model__path=str(folder), train__max_steps=1, **changes)
+    planned = {role.role: role.trainable for role in plan(config).roles}
+    roles = build_roles(config, load_data(config).tokenizer, device="cpu", autocast_dtype=None)
+    assert {row.role: row.trainable for row in roles.table()}.items() <= planned.items()
+    assert roles.role("value").head.in_features == (8 if kind == "opt" else 16)
+    (metrics,) = train_policy(config).updates
+    assert metrics["update/num_steps"] == 2 and metrics["value/grad_norm" if lora else "policy/grad_norm"] > 0
 
 
 def test_a_model_without_attention_has_nothing_that_grows_with_the_text(tmp_path):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tether.cli import moving
 from tether.cli.launched import alike
+from tether.cli.places import local_place, place
 from tether.config.launched import planned, rank
 from tether.errors import ConfigError
 
@@ -144,11 +145,11 @@ def evaluate(arguments: Sequence[str]) -> int:
     """Answer held-out prompts and score them: tether evaluate RUN"""
     about = "Answers prompts with a run's policy and scores the answers with the run's reward sources."
     parser = _parser("evaluate", about)
-    parser.add_argument("run", type=Path, help="output folder of a run, or a checkpoint in it")
-    parser.add_argument("--prompts", help="prompts to answer (default: the run's held-out prompts)")
+    parser.add_argument("run", type=local_place, help="output folder of a run, or a checkpoint in it")
+    parser.add_argument("--prompts", type=place, help="prompts to answer (default: the run's held-out prompts)")
     _reads_part(parser, "--prompts", default=None)
-    parser.add_argument("-o", "--output", type=Path, help="JSONL file for answers and scores")
-    parser.add_argument("--metrics", type=Path, help="JSON file for the metrics, with what was measured")
+    parser.add_argument("-o", "--output", type=local_place, help="JSONL file for answers and scores")
+    parser.add_argument("--metrics", type=local_place, help="JSON file for the metrics, with what was measured")
     given = parser.parse_args(arguments)
 
     from tether.cli.display import RunDisplay
@@ -165,10 +166,12 @@ def evaluate(arguments: Sequence[str]) -> int:
 def generate(arguments: Sequence[str]) -> int:
     """Answer prompts: tether generate RUN_OR_MODEL --prompts FILE"""
     parser = _parser("generate", "Answers prompts with a run's policy or any model; one JSON line per answer.")
-    parser.add_argument("model", help="output folder of a run, a model or adapter folder, or a hub id")
-    parser.add_argument("--prompts", required=True, help="prompts to answer")
+    parser.add_argument("model", type=place, help="output folder of a run, a model or adapter folder, or a hub id")
+    parser.add_argument("--prompts", type=place, required=True, help="prompts to answer")
     _reads_part(parser, "--prompts", default="train")
-    parser.add_argument("-o", "--output", type=Path, help="JSONL file for the answers (default: standard output)")
+    parser.add_argument(
+        "-o", "--output", type=local_place, help="JSONL file for the answers (default: standard output)"
+    )
     parser.add_argument(
         "--response_length", type=_positive, help="maximum tokens of an answer (default: the run's, or 256)"
     )
@@ -221,10 +224,12 @@ def score(arguments: Sequence[str]) -> int:
         "and what models among them read. Further options override keys of SOURCE.yaml: --rewards.0.path=DIR.",
     )
     parser.add_argument("source", metavar="SOURCE.yaml", help="reward sources (the key rewards), or a run's file")
-    parser.add_argument("file", metavar="FILE", help="chosen and rejected, or response, with prompt in each row")
+    parser.add_argument(
+        "file", type=place, metavar="FILE", help="chosen and rejected, or response, with prompt in each row"
+    )
     _reads_part(parser, "FILE", default="train")
-    parser.add_argument("-o", "--output", type=Path, help="JSONL file for the rows with their scores")
-    parser.add_argument("--metrics", type=Path, help="JSON file for the numbers shown, with what was measured")
+    parser.add_argument("-o", "--output", type=local_place, help="JSONL file for the rows with their scores")
+    parser.add_argument("--metrics", type=local_place, help="JSON file for the numbers shown, with what was measured")
     given, overrides = parser.parse_known_args(arguments)
 
     from tether.config.source import load_sources
@@ -272,8 +277,8 @@ def serve_reward(arguments: Sequence[str]) -> int:
 def merge(arguments: Sequence[str]) -> int:
     """Merge an adapter into its base model: tether merge ADAPTER -o DIR"""
     parser = _parser("merge", "Merges a PEFT adapter into its base model and writes a plain model folder.")
-    parser.add_argument("adapter", help="adapter folder, for example a run's output folder")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder for the merged model")
+    parser.add_argument("adapter", type=place, help="adapter folder, for example a run's output folder")
+    parser.add_argument("-o", "--output", type=local_place, required=True, help="folder for the merged model")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
     given = parser.parse_args(arguments)
 
@@ -293,7 +298,7 @@ def merge(arguments: Sequence[str]) -> int:
 def report(arguments: Sequence[str]) -> int:
     """Write a run's report.html again: tether report RUN"""
     parser = _parser("report", "Writes report.html from what a run has logged so far; it may still be running.")
-    parser.add_argument("run", type=Path, help="output folder of a run")
+    parser.add_argument("run", type=local_place, help="output folder of a run")
     given = parser.parse_args(arguments)
 
     from tether.report.html import write_report
@@ -309,7 +314,9 @@ def report(arguments: Sequence[str]) -> int:
 def demo(arguments: Sequence[str]) -> int:
     """Reward model, PPO and evaluation on a real 135M model: tether demo"""
     parser = _parser("demo", "The whole pipeline on a small real model; `make demo` installs what it needs.")
-    parser.add_argument("-o", "--output", type=Path, default=Path("runs/demo"), help="folder (default: %(default)s)")
+    parser.add_argument(
+        "-o", "--output", type=local_place, default=Path("runs/demo"), help="folder (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=42, help="seed (default: %(default)s)")
     given = parser.parse_args(arguments)
 

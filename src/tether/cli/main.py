@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from tether import __version__
 from tether.cli import commands
+from tether.cli.environment import refused_variable
 from tether.cli.launched import LAUNCHED, alike, check_command, end, signed, speaks, without_local_rank
 from tether.cli.quiet import quieten
 from tether.config.launched import check_numbers
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        error = refused_variable(error) or error
         from tether.report.text import visible  # a reward function's error can contain text of the model
 
         if speaks(error):

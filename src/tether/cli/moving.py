@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from tether.cli.places import local_place, place
 from tether.errors import ConfigError
 
 
@@ -17,9 +17,9 @@ def convert(arguments: Sequence[str]) -> int:
         "Tether's YAML, and writes Tether's YAML or a launch of OpenRLHF or verl. Comments list what was left out.",
         allow_abbrev=False,
     )
-    parser.add_argument("file", metavar="FILE", help="YAML, shell script, or a file of arguments")
+    parser.add_argument("file", type=place, metavar="FILE", help="YAML, shell script, or a file of arguments")
     parser.add_argument("--to", choices=("tether", "openrlhf", "verl"), required=True, help="format to write")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
+    parser.add_argument("-o", "--output", type=local_place, required=True, help="file to write")
     given = parser.parse_args(arguments)
     if given.output.exists():
         raise ConfigError(f"--output: {given.output} exists; name a new file")
@@ -52,7 +52,7 @@ def push(arguments: Sequence[str]) -> int:
         "up to three held-out prompts with their answers.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of a run, or any model folder")
+    parser.add_argument("run", type=local_place, metavar="RUN", help="output folder of a run, or any model folder")
     parser.add_argument("--to", metavar="OWNER/NAME", help="repository (default: the folder's name)")
     parser.add_argument("--public", action="store_true", help="make a new repository public; private otherwise")
     parser.add_argument(
@@ -79,8 +79,12 @@ def chat(arguments: Sequence[str]) -> int:
         "/new forgets the conversation, /system TEXT sets a system prompt, /quit ends.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's output folder, a model folder, or a hub id")
-    parser.add_argument("--beside", metavar="MODEL", help="model to compare with (default: the run's start)")
+    parser.add_argument(
+        "model", type=place, metavar="RUN_OR_MODEL", help="a run's output folder, a model folder, or a hub id"
+    )
+    parser.add_argument(
+        "--beside", type=place, metavar="MODEL", help="model to compare with (default: the run's start)"
+    )
     parser.add_argument("--alone", action="store_true", help="do not compare with another model")
     parser.add_argument("--system", metavar="TEXT", help="system prompt, none if empty (default: the run's)")
     parser.add_argument("--response_length", type=int, help="maximum tokens of an answer (default: the run's, or 256)")

@@ -6,6 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from tether.config.places import PLACES, why_no_name, why_not_there
+
 Quantization = Literal["4bit", "8bit"]
 """How many bits the weights of linear layers are held in."""
 LARGEST_DEFAULT = 8
@@ -62,9 +64,15 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _can_be_read_again(cls, value: Any) -> Any:
+    def _can_be_read_again(cls, value: Any, info: Any) -> Any:
         if _has_nul(value):
             raise ValueError(f"got {value!r}; wanted text without NUL, which the run's config.yaml could not hold")
+        if info.field_name in PLACES:
+            # what else a run has read may be gone by now, and its config.yaml is still read
+            reason = why_not_there if info.field_name == "resume" else why_no_name
+            for place in value if isinstance(value, list) else [value]:
+                if isinstance(place, str | Path) and (why := reason(str(place))) is not None:
+                    raise ValueError(why)
         return value
 
 

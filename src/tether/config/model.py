@@ -21,7 +21,9 @@ class LoraConfig(Section):
     """Dropout on the adapter's input, in ``tether sft``. PPO and ``tether reward`` run with all dropout off; there it
     is only written into the saved adapter."""
     target_modules: str | list[str] = "all-linear"
-    """Modules that get an adapter: ``all-linear``, a regular expression, or a list of names."""
+    """Modules that get an adapter: ``all-linear``, a regular expression, or a list of names. Of Mamba, Falcon-H1,
+    Nemotron-H and the like, ``all-linear`` leaves out modules whose weights the model also reads by themselves, past an
+    adapter (``out_proj``, ``dt_proj``)."""
 
     @field_validator("target_modules")
     @classmethod

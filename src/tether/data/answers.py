@@ -17,6 +17,8 @@ from tether.types import Message
 
 _ANSWER = "Xyzzy, said he."
 """A placeholder answer that no chat template writes by itself."""
+_BLANKS = ("▁", "Ġ")
+"""How tokens write a blank: those of SentencePiece, and those of bytes."""
 
 
 def last_turn(conversation: Any, where: str) -> tuple[list[Any], str]:
@@ -101,8 +103,8 @@ def check_answers(prompts: Sequence[object | None], answers: Sequence[Sequence[s
 def answer_ids(
     answers: Sequence[str], prompts: Sequence[str | list[Message] | None], form: QueryFormat, closing_id: int
 ) -> list[list[int]]:
-    """Token ids of answers after their prompts, as in ``encoded_answers``. One in a conversation begins with the chat
-    template's blank, and special tokens in it are those of a message; see ``QueryFormat``.
+    """Token ids of answers after their prompts, as in ``encoded_answers``. One in a conversation follows what the chat
+    template writes before it, and special tokens in it are those of a message; see ``QueryFormat``.
 
     Args:
         prompts: prompts from ``checked_prompt``; None if answers are whole texts.
@@ -130,7 +132,7 @@ def encoded_answers(
 
     Args:
         leads: what each answer begins with, unless it begins with a blank already; see ``answer_lead``. None: the
-            answer continues the text of its prompt, with nothing in between.
+            answer continues the text of its prompt, with nothing in between, not even the tokenizer's blank.
         closing_id: id of the end token; see ``closing_token``.
         typed: encodes special tokens typed into an answer as ordinary characters; None for an answer in which they are
             control tokens. Default: in all of them.
@@ -147,7 +149,7 @@ def encoded_answers(
     for i, own in enumerate(typed or ()):
         marked = None if own is None else own.hidden([{"role": "assistant", "content": bare[i]}])
         if marked is not None:
-            encoded[i] = own.encoded(marked[0]["content"])[1]
+            encoded[i] = own.encoded(marked[0]["content"], goes_on=leads[i] is None)[1]
     return [[*ids, closing_id] for ids in encoded]
 
 
@@ -181,12 +183,13 @@ def _ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
 
 
-def answer_lead(tokenizer: PreTrainedTokenizerBase) -> str:
+def answer_lead(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The blank that the chat template writes between prompt and answer, if it belongs to the answer's first token.
 
-    Empty without a template, or if the tokenizer itself puts a blank before every text.
+    Empty without a template, or if the tokenizer itself puts a blank before every text. None if it does, but the prompt
+    already ends with a blank or a line break, behind which the template writes no other.
     """
-    if tokenizer.chat_template is None or "".join(tokenizer.tokenize("b")).startswith("▁"):
+    if tokenizer.chat_template is None:
         return ""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
@@ -194,7 +197,10 @@ def answer_lead(tokenizer: PreTrainedTokenizerBase) -> str:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
     except Exception:  # templates raise whatever their authors chose; rows that they refuse are reported one by one
         return ""
-    return " " if text.startswith(f"{before} b") else ""
+    writes_blank = text.startswith(f"{before} b")
+    if "".join(tokenizer.tokenize("b")).startswith(_BLANKS):
+        return None if before[-1:].isspace() and not writes_blank else ""
+    return " " if writes_blank else ""
 
 
 def closing_token(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tether.config.chat import part_key
+from tether.config.places import why_not_there
 from tether.data.splits import Part, is_whole, rows_read, split_parts
 from tether.errors import DataError
 
@@ -76,6 +77,8 @@ def check_source(source: str, key: str, *, revision: str | None = None) -> None:
         DataError: the file or folder does not exist, is empty or has an unknown format, or a revision of it is wanted.
             A hub id is let through.
     """
+    if (why := why_not_there(source)) is not None:
+        raise DataError(f"{key}: {why}")
     path = Path(source).expanduser()
     if revision is not None and path.exists():
         raise DataError(
@@ -88,6 +91,8 @@ def check_source(source: str, key: str, *, revision: str | None = None) -> None:
     elif path.exists():
         if _form(path) not in _READERS:
             raise DataError(f"{key}: {source} has an unknown format; wanted {_FORMS}")
+        if not path.is_file():
+            raise DataError(f"{key}: {source} is a pipe or a device, which cannot be read again; wanted {_FORMS}")
         if path.stat().st_size == 0:
             raise DataError(f"{key}: {source} is empty")
     elif _form(path) in _READERS or _HUB_ID.fullmatch(source) is None:

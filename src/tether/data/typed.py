@@ -63,20 +63,24 @@ class TypedTokens:
             return {self.marked(name): self.marked(part) for name, part in value.items()}
         return [self.marked(part) for part in value] if isinstance(value, list | tuple) else value
 
-    def encoded(self, rendered: str) -> tuple[str, list[int]]:
+    def encoded(self, rendered: str, *, goes_on: bool = False) -> tuple[str, list[int]]:
         """Text and token ids of the chat template's rendering of ``hidden`` messages: special tokens that it wrote
-        itself are control tokens, typed ones are encoded as ordinary characters."""
+        itself are control tokens, typed ones are encoded as ordinary characters.
+
+        Args:
+            goes_on: whether it continues another text, without the blank that some tokenizers put before a text.
+        """
         ids: list[int] = []
-        start, before = 0, ""
+        start, before = 0, _TEXTS if goes_on else ()
         for match in self._pattern.finditer(rendered):
             number, token = self._special[match[0]]
             text = rendered[start : match.start()]
-            ids += self._plain(text.rstrip() if token.lstrip else text, before)
+            ids += self._plain(text.rstrip() if token.lstrip else text, *before)
             ids.append(number)
-            start, before = match.end(), self._control
+            start, before = match.end(), (self._control,)
             if token.rstrip:
                 start += len(rendered[start:]) - len(rendered[start:].lstrip())
-        ids += self._plain(rendered[start:], before)
+        ids += self._plain(rendered[start:], *before)
         return self._typed(rendered), ids
 
     def _marked(self, match: re.Match[str]) -> str:
@@ -85,19 +89,19 @@ class TypedTokens:
     def _typed(self, text: str) -> str:
         return _MARK.sub(lambda match: self._names[int(match[1])], text)
 
-    def _plain(self, text: str, before: str) -> list[int]:
+    def _plain(self, text: str, *before: str) -> list[int]:
         """Ids of text, none of them that of a control token.
 
         Args:
             before: as in ``_encoded``.
         """
-        ids = self._encoded(self._typed(text), before)
+        ids = self._encoded(self._typed(text), *before)
         if self._numbers.isdisjoint(ids):
             return ids
         # A vocabulary that holds the token's name as a word finds it anyway, unless it comes in two pieces.
         names = {str(i): f"{name[0]}{_OPEN}{name[1:]}" for i, name in enumerate(self._names)}
         first, *others = _MARK.sub(lambda match: names[match[1]], text).split(_OPEN)
-        pieces = [self._encoded(first, before), *(self._encoded(piece, *_TEXTS) for piece in others)]
+        pieces = [self._encoded(first, *before), *(self._encoded(piece, *_TEXTS) for piece in others)]
         return [number for piece in pieces for number in piece if number not in self._numbers]
 
     def _stand_in(self) -> str:

@@ -29,12 +29,12 @@ from transformers.pytorch_utils import Conv1D
 
 from tether.config.model import LoraConfig
 from tether.errors import ConfigError, ModelError
+from tether.models.forward import state_size
 from tether.models.heads import (
     ScalarHead,
     head_from,
     is_head_key,
     read_value_head,
-    state_size,
     value_head_file,
 )
 from tether.models.layers import num_rows
@@ -64,6 +64,13 @@ NOT_LAYERS = {
 """PEFT methods that do more than change weights in a model's layers, and what they do."""
 LINEAR = nn.Linear | Conv1D
 """Module types that ``all-linear`` selects."""
+BYPASSED = {
+    **dict.fromkeys(("mamba", "falcon_mamba"), ("dt_proj", "out_proj")),
+    **dict.fromkeys(("mamba2", "falcon_h1", "nemotron_h"), ("out_proj",)),
+    "jamba": ("dt_proj",),
+}
+"""Linear modules that ``all-linear`` leaves out, by type of model: its code, or its fused kernel, reads their weights
+without calling them, so that an adapter would not be applied. PEFT refuses one on ``out_proj``."""
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "lm_head", "embed_out")
 """Names of input and output embeddings in models."""
@@ -279,12 +286,13 @@ def _is_of_base(key: str, tensor: Tensor, model: PeftModel) -> bool:
 
 def peft_lora_config(lora: LoraConfig, model: PreTrainedModel) -> peft.LoraConfig:
     """PEFT's settings for a fresh adapter on ``model``."""
+    leaves_some_out = lora.target_modules == "all-linear" and _bypassed(model)
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
         lora_alpha=int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
+        target_modules=sorted(target_names(model, "all-linear")) if leaves_some_out else lora.target_modules,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
 
@@ -471,12 +479,17 @@ def check_targets(lora: LoraConfig, shape: PreTrainedConfig, *, trust_remote_cod
 
 def check_linear(model: PreTrainedModel, targets: str | Iterable[str], key: str) -> None:
     """Raises ``ConfigError`` if ``target_modules`` matches a module that is of the type of a linear layer and computes
-    something else, such as the router of some mixtures of experts.
+    something else, such as the router of some mixtures of experts, or one of ``BYPASSED``.
 
     Args:
         key: where ``targets`` come from, for the message.
     """
     modules = {name: model.get_submodule(name) for name in sorted(target_names(model, targets))}
+    if unused := sorted(modules.keys() & _bypassed(model)):
+        raise ConfigError(
+            f"{key}: {targets} includes {unused[0]}, whose weight {type(model).__name__} also reads without calling "
+            f"the module, so that an adapter on it would not be applied. {_others(model, unused)}"
+        )
     odd = {name: module for name, module in modules.items() if not _is_product(module)}
     if odd:
         name, module = next(iter(odd.items()))
@@ -505,11 +518,23 @@ def _others(model: PreTrainedModel, odd: Collection[str]) -> str:
     return f"Name others of its linear modules: [{', '.join(sorted(every - left_out))}]"
 
 
+def linear_names(model: PreTrainedModel) -> set[str]:
+    """Names of the bare model's linear modules, without its head."""
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))  # of a language model, of a classifier
+    return {n for n, m in model.named_modules() if isinstance(m, LINEAR) and all(m is not head for head in heads)}
+
+
+def _bypassed(model: PreTrainedModel) -> set[str]:
+    """Those of them that are among ``BYPASSED``."""
+    own = BYPASSED.get(model.config.get_text_config().model_type, ())
+    return {name for name in linear_names(model) if name.rpartition(".")[2] in own}
+
+
 def target_names(model: PreTrainedModel, targets: str | Iterable[str]) -> set[str]:
-    """Names of the bare model's modules that match a PEFT ``target_modules``."""
+    """Names of the bare model's modules that match a PEFT ``target_modules``; ``all-linear`` leaves out
+    ``BYPASSED``."""
     if targets == "all-linear":
-        heads = (model.get_output_embeddings(), getattr(model, "score", None))  # of a language model, of a classifier
-        return {n for n, m in model.named_modules() if isinstance(m, LINEAR) and all(m is not head for head in heads)}
+        return linear_names(model) - _bypassed(model)
     names = {name for name, _ in model.named_modules()}
     if isinstance(targets, str):
         return {name for name in names if re.fullmatch(targets, name)}

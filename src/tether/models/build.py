@@ -38,8 +38,8 @@ from tether.models.classifiers import (
 from tether.models.compiled import compile_layers
 from tether.models.device import weight_dtype
 from tether.models.fit import without_row
-from tether.models.forward import check_causal, head_matches
-from tether.models.heads import ScalarHead, state_size, value_head_file, with_bias
+from tether.models.forward import check_causal, head_matches, state_size
+from tether.models.heads import ScalarHead, value_head_file, with_bias
 from tether.models.layers import num_rows, parameters_above
 from tether.models.loading import load_causal_lm, load_config
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, is_adapter, own_weights

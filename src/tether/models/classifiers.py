@@ -25,6 +25,7 @@ from tether.errors import ModelError
 from tether.models.adapters import MODULE_PREFIX, Adapter, adapter_shapes, changed_config, merged, read_adapter
 from tether.models.bitsandbytes import FewBits, placement, whole
 from tether.models.fit import has_few_bits, is_classifier
+from tether.models.forward import state_size
 from tether.models.heads import (
     BESIDE_ADAPTER,
     HEAD_NAMES,
@@ -34,7 +35,6 @@ from tether.models.heads import (
     is_head_key,
     no_value_head,
     read_value_head,
-    state_size,
     value_head_file,
 )
 from tether.models.loading import (

@@ -166,6 +166,21 @@ def _try_head(model: PreTrainedModel) -> bool:
     )
 
 
+@torch.no_grad()
+def state_size(model: PreTrainedModel) -> int:
+    """Size of the trunk's last hidden states, which value and reward heads read, of a causal language model.
+
+    Usually the output embedding reads them, too. Where its width is not the hidden size, either the trunk projects its
+    states (OPT) or the language model does (RemBERT, Electra), and a few tokens tell; also on the meta device, where no
+    model could look for pads among ids.
+    """
+    size = model.get_output_embeddings().weight.shape[-1]
+    if size == model.config.get_text_config().hidden_size:
+        return size
+    embedded = model.get_input_embeddings()(few_tokens(model))
+    return model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state.shape[-1]
+
+
 def check_causal(model: PreTrainedModel) -> None:
     """Raises ``ModelError`` if the trunk is not causal: during generation, there are no later tokens to read."""
     if not is_causal(model.base_model):

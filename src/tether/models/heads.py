@@ -12,7 +12,6 @@ from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from tether.errors import ModelError
 from tether.models.paths import ADAPTER_CONFIG, some_of
@@ -86,11 +85,6 @@ def with_bias(head: ScalarHead) -> ScalarHead:
 def is_head_key(name: str) -> bool:
     """Whether ``name`` is the name of a head's weight or bias."""
     return name.rpartition(".")[0] in HEAD_NAMES
-
-
-def state_size(model: PreTrainedModel) -> int:
-    """Size of the hidden states that the output embedding of a causal language model reads."""
-    return model.get_output_embeddings().weight.shape[-1]
 
 
 def value_head_file(folder: Path | str) -> Path | None:

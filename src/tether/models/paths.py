@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from peft import PeftConfig
 from safetensors import SafetensorError, safe_open
 from transformers.utils import find_adapter_config_file
 
+from tether.config.places import why_not_there
 from tether.errors import ModelError
 from tether.models.gguf import check_gguf, gguf_source
 
@@ -45,6 +47,8 @@ def check_model_path(path: str, key: str, *, revision: str | None = None, takes_
         revision: branch, tag or commit on the hub.
         takes_gguf: whether a GGUF file is accepted, which holds a language model and never a head.
     """
+    if (why := why_not_there(path)) is not None:
+        raise ModelError(f"{key}: {why}")
     if takes_gguf and (source := gguf_source(path)) is not None:
         check_gguf(source, key)
         return
@@ -74,8 +78,11 @@ def check_model_path(path: str, key: str, *, revision: str | None = None, takes_
 
 
 def _check_weights(folder: Path, patterns: Iterable[str], key: str) -> None:
-    if not any(list(folder.glob(pattern)) for pattern in patterns):
+    files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+    if not files:
         raise ModelError(f"{key}: {folder} holds no weights; wanted {' or '.join(patterns)}")
+    if closed := next((file for file in files if not os.access(file, os.R_OK)), None):
+        raise ModelError(f"{key}: {closed} cannot be read: it is a link to nothing, or you may not read it")
 
 
 def is_adapter(path: str, revision: str | None = None) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from tether.config.places import why_not_there
 from tether.errors import CheckpointError, ConfigError, ModelError
 from tether.models.adapters import (
     DEFAULT,
@@ -276,10 +277,9 @@ def merge_adapter(
 
 def check_can_be_made(folder: Path, key: str) -> None:
     """Raises ``ConfigError`` if the folder that ``key`` names is a file, or cannot be created or written to."""
-    try:
-        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except OSError as error:
-        raise ConfigError(f"{key}: {folder} cannot be accessed: {error.strerror}; name another folder") from error
+    if (why := why_not_there(str(folder))) is not None:
+        raise ConfigError(f"{key}: {why}; name another folder")
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir():
         raise ConfigError(f"{key}: {nearest} is a file; name a folder")
     if not os.access(nearest, os.W_OK):

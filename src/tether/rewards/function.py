@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tether.config.places import why_not_there
 from tether.errors import ConfigError, RewardError
 from tether.report.text import one_line, prompt_text
 from tether.rewards.base import listed
@@ -297,6 +298,8 @@ def _accepts(function: RewardFunction, name: str) -> bool:
 
 
 def _file_module(path: str, key: str) -> ModuleType:
+    if (why := why_not_there(path)) is not None:
+        raise ConfigError(f"{key}.path: {why}")
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"{key}.path: there is no file {file}")

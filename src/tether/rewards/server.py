@@ -16,6 +16,7 @@ from typing import Any
 from tether.config.keys import counted
 from tether.data.judged import checked_answer
 from tether.data.queries import checked_prompt
+from tether.data.sources import RepeatedKey, object_of
 from tether.errors import USER_ERRORS, ConfigError, DataError, RewardTimeout, TetherError
 from tether.types import Message
 
@@ -143,7 +144,9 @@ def asked(body: bytes) -> Asked:
         DataError: it is malformed; says what was got and what is expected.
     """
     try:
-        payload = json.loads(body)
+        payload = json.loads(body, object_pairs_hook=object_of)
+    except RepeatedKey as error:
+        raise DataError(f"the body {error}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"the body is not JSON: {error}") from error
     if not isinstance(payload, dict):

@@ -19,6 +19,7 @@ import httpx2
 
 from tether.config.rewards import ServiceReward
 from tether.config.secrets import address_without_keys
+from tether.data.sources import RepeatedKey, object_of
 from tether.errors import ConfigError, RewardError, RewardResponseError, RewardTimeout
 from tether.report.text import one_line
 from tether.rewards.loop import awaited, started
@@ -145,7 +146,10 @@ class Service:
 
     def _parsed(self, body: bytes) -> Any:
         try:
-            return json.loads(body)
+            return json.loads(body, object_pairs_hook=object_of)
+        except RepeatedKey as error:
+            told = one_line(self.without_key(str(error)), SHOWN)
+            raise RewardResponseError(f"{self.place} returned JSON that {told}") from error
         except (ValueError, RecursionError) as error:
             raise RewardResponseError(
                 f"{self.place} did not return JSON ({_told(error)}): {self._shown(body)}; wanted {self.wanted}"

@@ -41,14 +41,15 @@ from tether.models.adapters import (
     MODULE_PREFIX,
     adapter_parameters,
     adapter_shapes,
+    linear_names,
     peft_lora_config,
-    target_names,
     with_adapter,
 )
 from tether.models.build import critic_source
 from tether.models.device import default_device, half_dtype, total_memory, weight_dtype
 from tether.models.fit import has_few_bits
-from tether.models.heads import is_head_key, read_value_head, state_size, value_head_file
+from tether.models.forward import state_size
+from tether.models.heads import is_head_key, read_value_head, value_head_file
 from tether.models.layers import parameters_above
 from tether.models.loading import load_config
 from tether.models.merging import MOST_BYTES
@@ -441,7 +442,7 @@ def _frozen(
     whole = _role(role, source, _count(model), 0, dtype, sharing)
     if bits is None:
         return whole
-    linear = sum(model.get_submodule(name).weight.numel() for name in target_names(model, "all-linear"))
+    linear = sum(model.get_submodule(name).weight.numel() for name in linear_names(model))
     others = (whole.parameters - linear) * BYTES.get(dtype, 4)
     return replace(whole, dtype=f"{bits} + {whole.dtype}", weight_bytes=others + int(linear * QUANTIZED_BYTES[bits]))
 

@@ -8,12 +8,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram
 
+from tests.data.loading import load_demonstrations
 from tests.models.test_stop_strings import SPECIAL, byte_fallback, byte_level, drawn_ids, finished, word_pieces
 from tests.tiny import EOS, save_tiny, tiny_bpe_tokenizer, tiny_causal_lm, tiny_tokenizer
 from tests.train.runs import seen_by_models, tiny_run, write
 from tether.config.source import QueryConfig
 from tether.data.answers import answer_lead, encoded_answers
-from tether.data.demonstrations import load_demonstrations
 from tether.generation.fake import FakeGenerator
 from tether.generation.hf import HFGenerator
 from tether.inference.generate import generate_path
@@ -225,8 +225,7 @@ def test_an_answer_gets_no_blank_behind_the_one_that_a_prompt_of_the_template_en
         answers.append(f"the cat{tokenizer.eos_token} sees")
     rows = [{"prompt": "the cat", "completion": answer} for answer in answers]
     path = write("".join(json.dumps(row) + "\n" for row in rows), tmp_path / "rows.jsonl")
-    usual = {"split": "train", "max_length": 99, "chat_template": "auto", "system_prompt": None, "key": "data.ptx"}
-    data = load_demonstrations(str(path), tokenizer, **usual, end_ids={EOS})
+    data = load_demonstrations(str(path), tokenizer, limit=99)
     for one, answer in zip(data.demonstrations, answers, strict=True):
         read = tokenizer.decode([*one.query_ids, *one.response_ids])
         assert f"assistant:{end}{answer}" in read, "the template's own text"

@@ -252,6 +252,15 @@ class TestOverrides:
         (line,) = problems(FILE, override)
         assert line.startswith(f"run.yaml, {words}")
 
+    def test_an_entry_of_a_list_that_the_file_lacks_is_told_by_its_override(self):
+        lines = problems("output_dir: out", "--rewards.0.type=regex")
+        wanted = "the file has no rewards, and so no entry 0: add it there, or give all of --rewards='[…]'"
+        assert lines[0] == f"--rewards.0.type: {wanted}"
+        assert not any("got {0:" in line for line in lines)
+
+    def test_a_number_names_a_key_where_the_file_lacks_a_mapping(self, file):
+        assert load_config(file, ["--data.chat_template_kwargs.0=x"]).data.chat_template_kwargs == {"0": "x"}
+
     @pytest.mark.parametrize("overrides", [["--train.seed"], ["--train.seed", "--resume=true"], ["run2"], ["--=1"]])
     def test_an_override_without_key_or_value_is_refused(self, overrides):
         with pytest.raises(ConfigError, match=r"has no value|wanted an override"):

@@ -196,7 +196,7 @@ def _overridden(data: Any, name: str, value: str, section: type[Section]) -> tup
     field = keys.find(section, name.split(".")).field
     is_list = value.startswith("[")
     as_text = field is not None and (keys.is_text(field) or (keys.is_text_or_texts(field) and not is_list))
-    return _replaced(data, name.split("."), _value(value, as_text=as_text), ())
+    return _replaced(data, name.split("."), _value(value, as_text=as_text), (), section)
 
 
 def _value(value: str, *, as_text: bool) -> Any:
@@ -207,7 +207,9 @@ def _value(value: str, *, as_text: bool) -> Any:
         raise ConfigError(f"{keys.shown(value)} is not a YAML value: {error}") from error
 
 
-def _replaced(node: Any, names: Sequence[str], value: Any, done: text.Path) -> tuple[Any, text.Path]:
+def _replaced(
+    node: Any, names: Sequence[str], value: Any, done: text.Path, section: type[Section]
+) -> tuple[Any, text.Path]:
     if not names:
         return value, done
     head, *rest = names
@@ -215,11 +217,15 @@ def _replaced(node: Any, names: Sequence[str], value: Any, done: text.Path) -> t
         if not head.isdecimal() or int(head) >= len(node):
             raise ConfigError(f"{text.dotted(done)} has {len(node)} entries, numbered from 0; got {head}")
         position = int(head)
-        inner, path = _replaced(node[position], rest, value, (*done, position))
+        inner, path = _replaced(node[position], rest, value, (*done, position), section)
         return [*node[:position], inner, *node[position + 1 :]], path
     if node is not None and not isinstance(node, dict):
         raise ConfigError(f"{text.dotted(done)} is {keys.shown(node)}, which has no key {head}")
-    inner, path = _replaced((node or {}).get(head), rest, value, (*done, head))
+    if node is None and head.isdecimal() and keys.item_type(keys.find(section, done).annotation) is not None:
+        name = text.dotted(done)
+        way_out = f"add it there, or give all of --{name}='[…]'"
+        raise ConfigError(f"the file has no {name}, and so no entry {head}: {way_out}")
+    inner, path = _replaced((node or {}).get(head), rest, value, (*done, head), section)
     return {**(node or {}), head: inner}, path
 
 

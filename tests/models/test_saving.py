@@ -298,8 +298,10 @@ def test_merging_an_adapter_makes_a_plain_folder(tmp_path, reward):
     for place in ("file", "file/merged"):
         with pytest.raises(ConfigError, match=r"^output folder: .*file is a file; name a folder$"):
             merge_adapter(str(adapter), tmp_path / place)
-    with pytest.raises(ModelError, match="wanted the folder of a PEFT adapter"):
+    with pytest.raises(ModelError, match=r"wanted the folder of a PEFT adapter\. It is a whole model"):
         merge_adapter(str(base), tmp_path / "other")
+    with pytest.raises(ModelError, match=r"wanted the folder of a PEFT adapter$"):
+        merge_adapter(str(tmp_path), tmp_path / "other")
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])

@@ -131,8 +131,10 @@ def test_a_hub_that_cannot_be_reached_is_told_before_training(tmp_path, monkeypa
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("tether.train.hub.HfApi.create_repo", refused)
     monkeypatch.setattr("tether.train.run.build_trainer", lambda *args: pytest.fail("a model was loaded"))
-    with pytest.raises(ConfigError, match=r"^train\.push_to_hub: repository out could not be opened .*: Name"):
+    with pytest.raises(ConfigError, match=r"^train\.push_to_hub: repository out could not be .*: Name") as raised:
         train_policy(tiny_run(tmp_path, train__push_to_hub=True))
+    assert "cannot be reached: check the network" in str(raised.value)
+    assert "hf auth login" not in str(raised.value)  # a token would not help
 
 
 def test_a_failure_at_the_end_leaves_the_model_and_says_how_to_try_again(tmp_path, hub, monkeypatch):

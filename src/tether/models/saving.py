@@ -254,7 +254,8 @@ def merge_adapter(
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"output folder: {folder} already exists; name a folder that is new or empty")
     if not is_adapter(path):
-        raise ModelError(f"{path}: got no {ADAPTER_CONFIG}; wanted the folder of a PEFT adapter")
+        whole = ". It is a whole model, which needs no merging" if (Path(path) / "config.json").exists() else ""
+        raise ModelError(f"{path}: got no {ADAPTER_CONFIG}; wanted the folder of a PEFT adapter{whole}")
     check_model_path(path, "adapter")
     code = {"trust_remote_code": trust_remote_code}
     tokenizer, adapter = load_tokenizer(path, **code), read_adapter(path)

@@ -6,7 +6,7 @@ import json
 from itertools import chain
 from pathlib import Path
 
-from httpx2 import HTTPError
+from httpx2 import HTTPError, TransportError
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors import safe_open
@@ -43,9 +43,11 @@ def open_repository(name: str, *, private: bool | None, key: str, token: str | N
     try:
         return HfApi(token=token).create_repo(name, private=private, exist_ok=True).repo_id
     except REFUSED as error:
+        login = "Log in with `hf auth login` or set HF_TOKEN to a token with write access, and check the name"
+        network = f"{constants.ENDPOINT} cannot be reached: check the network, proxies and HF_ENDPOINT, or push later"
+        way_out = network if isinstance(error, TransportError) else login
         raise ConfigError(
-            f"{key}: repository {name} could not be opened on the hub: {_reason(error)}. Log in with `hf auth login` "
-            "or set HF_TOKEN to a token with write access, and check the name"
+            f"{key}: repository {name} could not be opened on the hub: {_reason(error)}. {way_out}"
         ) from error
 
 

@@ -57,6 +57,17 @@ def test_a_plan_ends_with_what_would_stop_the_run(tmp_path, capsys, monkeypatch)
     assert last.startswith("warning: output_dir: ") and last.endswith("or add --overwrite to replace it")
 
 
+def test_a_plan_tries_reward_functions_but_no_services(tmp_path, capsys, monkeypatch):
+    config = tiny_run(tmp_path)
+    service = {"type": "http", "url": "http://127.0.0.1:1/"}
+    with_service = tiny_run(tmp_path, rewards=[*config.model_dump(mode="json")["rewards"], service])
+    assert "nothing was found that would stop" in shown_plan(with_service, tmp_path, capsys, monkeypatch)
+    (tmp_path / "rewards.py").write_text("def letters(prompts, completions):\n    [len(c) for c in completions]\n")
+    assert main(["plan", str(tmp_path / "run.yaml")]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "rewards.0: the function failed to score a test answer: reward function letters returned None" in told
+
+
 def test_a_plan_warns_of_answers_that_may_be_too_long_for_a_reward_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     tiny_run(tmp_path)

@@ -281,7 +281,10 @@ def test_what_services_are_sent_is_checked_in_every_row():
     [
         ("return [c.lower() for c in completions]", "AttributeError: 'list' object has no attribute 'lower'"),
         ("return [nothing]", "NameError: name 'nothing' is not defined"),
-        ("return [statistics.stdev([0.0])]", None),
+        ("return [1.0]", "returned 1 score for 2 answers; wanted one per answer"),
+        ("return 1.0", r"returned 1\.0 \(float\); wanted a list of 2 numbers, one per answer"),
+        ("[len(c) for c in completions]", r"returned None \(NoneType\); wanted a list of 2 numbers"),
+        ("return [statistics.stdev([0.0]) for _ in completions]", None),
     ],
 )
 def test_a_first_call_tells_a_function_that_cannot_work(tmp_path, body, message):

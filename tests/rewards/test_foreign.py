@@ -213,7 +213,11 @@ def test_a_row_without_a_ground_truth_is_named_before_a_model_loads(source, tmp_
         ("{'scores': [1.0]}", "dict of scores; wanted one with rewards"),
         ("None", "returned None"),
         ("'1'", "returned '1'"),
-        ("['1']", r"returned '1' \(str\) for answer 0"),
+        ("['1'] * 2", r"returned '1' \(str\) for answer 0"),
+        ("[1.0]", "returned 1 score for 2 answers"),
+        ("1.0", r"returned 1\.0 \(float\); wanted a list of 2 numbers"),
+        ("torch.tensor(1.0)", "returned 1 score for 2 answers"),
+        ("np.array(1.0)", "returned 1 score for 2 answers"),
         ("[{'rewards': {'a': 1}}]", "dict of a; wanted one with rewards"),
     ],
 )
@@ -224,8 +228,8 @@ def test_what_no_answer_can_cause_is_told_before_a_model_loads(source, tmp_path,
         try_sources([config], ["f"], text_batch("Hello.", prompts=["who"]), None)
 
 
-@pytest.mark.parametrize("body", ["[float('nan')]", "[None]", "1.0", "torch.tensor(1.0)", "np.array(1.0)", "[1.0] * 2"])
-def test_what_one_answer_alone_can_cause_is_not(source, tmp_path, body):
+@pytest.mark.parametrize("body", ["[float('nan')] * 2", "[None] * 2", "torch.ones(len(prompts)).squeeze()"])
+def test_what_certain_answers_can_cause_is_not(source, tmp_path, body):
     source(f"def f(prompts, completions): return {body}")
     config = FunctionReward(type="function", path=str(tmp_path / "judge.py"), name="f")
     try_sources([config], ["f"], text_batch("Hello.", prompts=["who"]), None)

@@ -26,7 +26,7 @@ LARGEST = 1e15
 
 
 class NotAScore(RewardResponseError):
-    """What a source returned is of a type that is no score, whatever the answer."""
+    """What a source returned has not the form of scores, whatever the answers."""
 
 
 @runtime_checkable
@@ -85,11 +85,11 @@ def checked(scores: Any, n: int, source: str) -> list[float]:
     values = listed(scores)
     if values is None:  # a single number may be what is left of a list of one
         is_single = isinstance(scores, numbers.Real) or getattr(scores, "ndim", None) == 0
-        kind = RewardResponseError if is_single else NotAScore
+        kind = RewardResponseError if is_single and n == 1 else NotAScore
         raise kind(f"{source} returned {shown(scores)}; wanted a list of {n} numbers, one per answer")
     if len(values) != n:
         got = f"{counted(len(values), 'score')} for {counted(n, 'answer')}"
-        raise RewardResponseError(f"{source} returned {got}; wanted one per answer")
+        raise (NotAScore if n > 1 else RewardResponseError)(f"{source} returned {got}; wanted one per answer")
     return [finite_number(value, answer_of(row, n), source) for row, value in enumerate(values)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -349,43 +349,53 @@ def try_sources(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     under: str = "rewards",
+    asks_services: bool = True,
 ) -> None:
-    """Asks every service among the sources to score a batch, and calls every function, so that faults show before
-    a run.
+    """Calls every function among the sources for an answer and the same once more, which a score of the whole batch
+    does not fit, and asks every service to score the answer, so that faults show before a run.
 
     Args:
+        batch: one answer.
         tokenizer: as in ``build_rewards``.
         under: configuration key of the sources.
+        asks_services: whether services are asked.
 
     Raises:
         ConfigError: a service gave no scores, a judge no number, whatever its ``missing`` is, or a function raised an
             error or returned something that no answer can cause; says why.
     """
     for i, (config, name) in enumerate(zip(configs, names, strict=True)):
-        key, source, what = f"{under}.{i}", None, "service"
+        key, source, what, tried = f"{under}.{i}", None, "service", batch
         match config:
             case FunctionReward():
                 function = _function(config, key)
-                source, what = FunctionSource(function, name), "function"
+                source, what, tried = FunctionSource(function, name), "function", _twice(batch)
             case EnsembleReward():
                 members = [f"{name}/{own}" for own in reward_names(config.members)]
-                try_sources(config.members, members, batch, tokenizer, under=f"{key}.members")
-            case HttpReward():
+                options = {"under": f"{key}.members", "asks_services": asks_services}
+                try_sources(config.members, members, batch, tokenizer, **options)
+            case HttpReward() if asks_services:
                 source = http_source(config, name, key, tokenizer)
-            case JudgeReward():  # without a number for the first answer, there will be none for any
+            case JudgeReward() if asks_services:  # without a number for the first answer, there will be none for any
                 source = judge_source(config.model_copy(update={"missing": None}), name, key)
         if source is None:
             continue
         try:
-            source.score(batch)
+            source.score(tried)
         except RewardError as error:
             why = error.__cause__
             if isinstance(why, NoScore) and not isinstance(why, NoNumber) and config.missing is not None:
                 continue  # a content filter rejected the first answer
-            # other errors of a function may come from a batch of one answer, which has no spread for example
+            # other errors of a function may come from answers that are alike, which have no spread for example
             if what == "service" or isinstance(why, _MISTAKES) or isinstance(error, NotAScore):
                 told = why if isinstance(why, NoNumber) else error
                 raise ConfigError(f"{key}: the {what} failed to score a test answer: {told}") from error
+
+
+def _twice(batch: RewardBatch) -> RewardBatch:
+    """The answers of a batch, and all of them once more."""
+    lists = {f.name: 2 * value for f in fields(batch) if isinstance(value := getattr(batch, f.name), list)}
+    return replace(batch, **lists, columns={name: 2 * values for name, values in batch.columns.items()})
 
 
 def _model_source(

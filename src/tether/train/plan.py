@@ -55,8 +55,9 @@ from tether.models.loading import load_config
 from tether.models.merging import MOST_BYTES
 from tether.models.paths import is_adapter, own_weights
 from tether.models.rounding import rounded_weights
+from tether.rewards.build import try_sources
 from tether.train.folder import check_folder
-from tether.train.inputs import check, check_batches, check_data, load_data, resolved
+from tether.train.inputs import check, check_batches, check_data, first_answer, load_data, resolved
 from tether.train.optim import MOMENT_BYTES
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
@@ -133,7 +134,8 @@ class Plan:
 
 
 def plan(config: RunConfig, num_processes: int = 1) -> Plan:
-    """Plans a run. Reads tokenizer, prompts and model configurations; loads no weights and writes nothing.
+    """Plans a run. Reads tokenizer, prompts and model configurations, and calls reward functions for a trial answer;
+    asks no services, loads no weights and writes nothing.
 
     Args:
         num_processes: number of processes that the run would be launched in.
@@ -147,6 +149,7 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
     config = resolved(config, num_processes)
     data = load_data(config)
     notes = check_data(config, data)
+    try_sources(config.rewards, config.reward_names, first_answer(data), data.tokenizer, asks_services=False)
     try:
         check_folder(config)
     except ConfigError as error:  # as the run itself will say, unless the folder is changed until then

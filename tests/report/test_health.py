@@ -7,6 +7,7 @@ import pytest
 from tests.report.runs import CONFIG, answer, evaluation, update, write
 from tether.report.health import diagnose
 from tether.report.read import read_run
+from tether.report.summary import pairs, verdict
 
 N = 40
 
@@ -293,6 +294,17 @@ def test_held_out_scores(tmp_path, scores, level, words):
     found = findings(tmp_path, evals=evals)["eval_scores"]
     assert found.level == level
     assert words in found.sentence + found.advice
+
+
+@pytest.mark.parametrize(("change", "level"), [(-0.5, "warn"), (-2.0, "act"), (0.5, "warn"), (2.0, "ok")])
+def test_a_change_within_two_standard_errors_of_the_answers_is_noise_as_in_the_headline(tmp_path, change, level):
+    spread = [change + 0.8 * (-1) ** row for row in range(10)]  # ± 0.53, two standard errors
+    samples = [answer(step, row, (step > 0) * spread[row]) for step in (0, 10) for row in range(10)]
+    evals = [evaluation(10 * i, 0.0, eval_scores=change * i) for i in range(2)]
+    found = findings(tmp_path, evals=evals, samples=samples)["eval_scores"]
+    assert found.level == level and ("(0.533 is noise)" in found.sentence) == (level == "warn")
+    run = read_run(tmp_path)
+    assert verdict(run, pairs(run)).level == level
 
 
 @pytest.mark.parametrize(("count", "level"), [(7, "info"), (8, "ok")])

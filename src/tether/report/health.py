@@ -30,6 +30,7 @@ from tether.report.limits import (
     scores_alike,
 )
 from tether.report.read import STAGES, Run, Series, is_missing_share
+from tether.report.summary import change_noise, pairs
 from tether.report.text import amount, number, one_line, percent, signed
 from tether.report.trends import (
     MIN_UPDATES,
@@ -368,12 +369,12 @@ def held_out(run: Run) -> Finding | None:
         return Finding("info", "eval_scores", f"{text}.", f"Hold out at least {LEAST_PROMPTS}, better hundreds.")
     if not spread:
         return None
-    gain = (judged[1][1] - judged[0][1]) / spread
+    gain, noise = (judged[1][1] - judged[0][1]) / spread, change_noise(run, pairs(run)) / spread
     best_step, best = max(points, key=lambda p: p[1])
     lost = (best - judged[1][1]) / spread
     train = score_change(run)
     text = f"The held-out score changed by {signed(gain)} standard deviations of the start policy"
-    if gain < -0.1:
+    if gain < -noise:
         rising = train is not None and train > 0
         return Finding(
             "act",
@@ -381,18 +382,18 @@ def held_out(run: Run) -> Finding | None:
             f"{text}" + (" while the training score rose." if rising else "."),
             f"Stop earlier, {advice.stronger_tether(run)}, or average several judges.",
         )
-    if lost > 0.25:
+    if lost > max(0.25, noise):
         return Finding(
             "warn",
             "eval_scores",
             f"{text}, and was {number(lost)} higher after update {best_step}.",
             advice.best_kept(run),
         )
-    if gain < 0.1:
+    if gain <= noise:
         return Finding(
             "warn",
             "eval_scores",
-            f"{text}: nothing that carries over was learned (0.1 is noise).",
+            f"{text}: nothing that carries over was learned ({number(noise)} is noise).",
             f"Train longer, raise train.learning_rate{advice.weaker_tether(run)}.",
         )
     return Finding("ok", "eval_scores", f"{text}, and the policy is the best that was evaluated, or close to it.")

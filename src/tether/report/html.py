@@ -164,7 +164,12 @@ def _status(findings: list[health.Finding]) -> Html | None:
         return None
     names = {"act": "to act on", "warn": "to watch", "ok": "ok"}
     words = ", ".join(f"{counts[level]} {name}" for level, name in names.items() if counts[level])
-    return element("p", element("a", f"Health: {words or 'too early to judge'}", href="#health"), class_="status")
+    status = element("p", element("a", f"Health: {words or 'too early to judge'}", href="#health"), class_="status")
+    first = findings[0]  # they come in order of urgency
+    if first.level not in ("act", "warn"):
+        return status
+    level = element("span", WORDS[first.level], class_=f"level {first.level}")
+    return join(status, element("p", level, f" {first.sentence} {first.advice}", class_="first"))
 
 
 def _notes(run: Run) -> Html | None:

@@ -38,6 +38,7 @@ h3 { font-size: 13px; font-weight: 600; color: var(--soft); margin: 26px 0 10px;
   border-radius: 8px; font-size: 14px; }
 .notes li { overflow-wrap: anywhere; }
 .status { margin-top: 16px; font-size: 14px; } .status a { color: inherit; text-underline-offset: 3px; }
+.first { margin-top: 6px; font-size: 14px; max-width: 75ch; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 14px; }
 figure { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 13px 14px 9px;
   min-width: 0; }

@@ -97,13 +97,20 @@ def _held_out_verdict(run: Run, before: Point, after: Point, compared: list[Pair
         few = counted(run.num_held_out, "held-out prompt")
         told = f"{few} cannot tell a change from noise: hold out at least {LEAST_PROMPTS}, better hundreds."
         return Verdict("info", "Not known.", told, detail)
-    noise = 2 * error if error is not None else NOISE * (spread or 0.0)
+    noise = change_noise(run, compared)
     size = f"by {number(abs(change / spread))} standard deviations of the start policy" if spread else "on average"
     if abs(change) <= noise:
         return Verdict("warn", "No clear change.", "The held-out score moved within noise.", detail)
     if change > 0:
         return Verdict("ok", "Yes.", f"The held-out score rose {size}.", detail)
     return Verdict("act", "No.", f"The held-out score fell {size}.", detail)
+
+
+def change_noise(run: Run, compared: list[Pair]) -> float:
+    """The change of the held-out score that is noise: two standard errors, if answers were kept, else ``NOISE``
+    standard deviations of the start policy."""
+    error = _standard_error(compared)
+    return 2 * error if error is not None else NOISE * (run.score_spread or 0.0)
 
 
 def kept(run: Run) -> str:

@@ -288,6 +288,8 @@ BROKEN = {
     "object.json": ('{\n "data": [{"prompt": "a"}]\n}', "got one object with the keys data; wanted a list of rows"),
     "text.json": ('[{"prompt": "a"}, "b"]', "row 1: got str, wanted an object"),
     "rows.csv": ('prompt,answer\n"a\nb",c\nd\n', "line 4: got 1 cells, the header has 2"),
+    "semicolons.csv": ("prompt;topic\n'Why; how?';sky\n", "line 1: got the one column 'prompt;topic'; wanted commas"),
+    "tabs.csv": ("prompt\ttopic\nWhy?\tsky\n", "line 1: .*; wanted commas between columns, not tabs"),
     "open.csv": ('prompt,answer\n"a\nb,c\nd\n', "line 2: not CSV: "),
     "twice.csv": ("prompt,answer,,answer,\na,b,c,d,e\n", "line 1: has several columns 'answer'; wanted one of each"),
     "rows.parquet": ("prompt", "not a parquet file: "),

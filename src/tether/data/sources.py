@@ -239,6 +239,10 @@ def _objects(path: Path) -> Iterator[tuple[int | None, Row]]:
         raise _RowError(f": got one object with the keys {keys}; wanted a list of rows, or one row per line") from None
 
 
+_MARKS = {";": "semicolons", "\t": "tabs"}
+"""What spreadsheets may write between columns in place of commas."""
+
+
 def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
     csv.field_size_limit(2**31 - 1)  # a conversation may exceed csv's own limit of 131,072 characters
     with _opened(path, newline="") as file:
@@ -246,6 +250,9 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
         try:
             header = next(reader, [])
             _check_names(header, ", line 1")
+            if len(header) == 1 and (other := next((name for mark, name in _MARKS.items() if mark in header[0]), None)):
+                got = f"got the one column {header[0]!r}"
+                raise _RowError(f", line 1: {got}; wanted commas between columns, not {other}")
             start = reader.line_num + 1
             for cells in reader:
                 if cells:

@@ -41,10 +41,10 @@ CALLS = []
 
 
 def letters(prompts, completions, **columns):
-    if len(completions) > 1:  # and not the first answer that it is tried on
+    if len(completions) > 2:  # and not the two answers that it is tried on
         CALLS.append(len(completions))
     scores = [len(text) / 10 for text in completions]
-    if len(completions) > 1 and len(CALLS) == 2 and os.environ["RANK"] == "{rank}":
+    if len(completions) > 2 and len(CALLS) == 2 and os.environ["RANK"] == "{rank}":
         open("{mark}", "w").write(repr(time.monotonic()))
         {statement}
     return scores

@@ -136,7 +136,7 @@ def test_an_answer_without_a_score_ends_the_run_before_anything_is_lost(tmp_path
     straight = tiny_run(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
     train_policy(straight)
     config = tiny_run(tmp_path, **changes)
-    count = "global calls\n    calls += len(completions) > 1"  # the first answer that it is tried on is alone
+    count = "global calls\n    calls += len(completions) > 2"  # it is tried on two answers
     bad = REWARD.replace("return", f"{count}\n    return [float('nan')] * 8 if calls == 2 else")
     (tmp_path / "rewards.py").write_text(f"calls = 0\n{bad}", encoding="utf-8")
     with pytest.raises(RewardResponseError, match=r"returned nan \(float\) for answer 0 of 8"):

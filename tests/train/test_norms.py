@@ -79,7 +79,7 @@ def test_sources_are_measured_once_and_counted_by_what_was_measured(tmp_path):
     result = train_policy(auto_run(tmp_path, rewards))
     asked = [(name, sums(scores)) for name, scores in asked_so_far(tmp_path)]
     tried, asked = asked[:3], asked[3:]
-    assert [(name, len(scores)) for name, scores in tried] == [("letters", 1), ("words", 1), ("steps", 1)]
+    assert [(name, len(scores)) for name, scores in tried] == [("letters", 2), ("words", 2), ("steps", 2)]
     assert [(name, len(scores)) for name, scores in asked[:2]] == [("letters", SAMPLES), ("words", SAMPLES)]
     (mean, std), (word_mean, word_std) = (norm_of(scores) for _, scores in asked[:2])
     rollouts = [dict(asked[at : at + 3]) for at in (5, 8)]  # after the measure and an evaluation

@@ -4,16 +4,18 @@ Importing this module registers the device with torch for the rest of the proces
 A tensor on it holds an ordinary tensor, with which every operation is computed. As on a real device, an operation on
 tensors of two devices raises ``RuntimeError``, except for copies, indices, and numbers without dimensions.
 
+torch has no public way to make a device in Python: this takes an experimental one, and a few names of its dispatcher.
 What it does not show: speed, memory, streams, kernels of its own, and generators on the wrong device.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "abacus"
@@ -97,7 +99,8 @@ def compute(operation, *args, **kwargs):
         RuntimeError: its tensors are on different devices.
     """
     name = operation._schema.name
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors: list[Tensor] = []
+    mapped(tensors.append, (args, kwargs))
     placed = [x for x in tensors if isinstance(x, Placed)]
     elsewhere = [x for x in tensors if not isinstance(x, Placed) and x.dim() > 0]
     may_index = name in _MAY_INDEX and isinstance(args[0], Placed)
@@ -111,18 +114,29 @@ def compute(operation, *args, **kwargs):
     if name == "aten::copy_":
         is_placed = isinstance(args[0], Placed)
     own = {id(x.raw): x for x in placed}  # in-place operations return what they were given
-    args, kwargs = tree_map_only(Placed, lambda x: x.raw, (args, kwargs))
+    args, kwargs = mapped(raw_of, (args, kwargs))
     with torch.no_grad():
         result = operation(*args, **kwargs)
-    if not is_placed:
-        return result
-    return tree_map_only(Tensor, lambda x: own[id(x)] if id(x) in own else Placed(x), result)
+    return mapped(lambda x: own[id(x)] if id(x) in own else Placed(x), result) if is_placed else result
+
+
+def raw_of(x: Tensor) -> Tensor:
+    """The ordinary tensor that one on the accelerator holds; any other as it is."""
+    return x.raw if isinstance(x, Placed) else x
+
+
+def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with each tensor in its lists, tuples and dicts changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: mapped(change, part) for key, part in value.items()}
+    return type(value)(mapped(change, part) for part in value) if isinstance(value, list | tuple) else value
 
 
 def _copied(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    raw_source, raw_target = tree_map_only(Placed, lambda x: x.raw, (source, target))
     with torch.no_grad():
-        raw_target.copy_(raw_source)
+        raw_of(target).copy_(raw_of(source))
     return target
 
 
@@ -131,7 +145,7 @@ def _in_half(operation):
 
     def computed(*args, **kwargs):
         dtype = torch.get_autocast_dtype(NAME)
-        args = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, args)
+        args = mapped(lambda x: x.to(dtype) if x.is_floating_point() else x, args)
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             return operation(*args, **kwargs)
 

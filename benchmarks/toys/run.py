@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from benchmarks.toys.language import END, Language, toy
 from benchmarks.toys.tables import TableGenerator, table_roles
 from benchmarks.whole import end_if_interrupted
+from tether.compat.launch import nested
 from tether.config.schema import RunConfig
 from tether.metrics.trackers import Trackers
 from tether.rewards.function import FunctionSource
@@ -99,14 +100,7 @@ def toy_config(language: Language, folder: Path, changes: Mapping[str, Any]) -> 
         "train.log_samples": 0,
         "output_dir": str(folder),
     } | dict(changes)
-    sections: dict[str, Any] = {}
-    for key, value in settings.items():
-        *path, last = key.split(".")
-        section = sections
-        for name in path:
-            section = section.setdefault(name, {})
-        section[last] = value
-    return RunConfig.model_validate(sections)
+    return RunConfig.model_validate(nested(settings))
 
 
 def toy_tokenizer(language: Language) -> PreTrainedTokenizerFast:

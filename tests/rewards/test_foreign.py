@@ -6,7 +6,7 @@ import pytest
 
 from tests.rewards.batches import text_batch
 from tether.config.rewards import FunctionReward
-from tether.errors import ConfigError, DataError, RewardError
+from tether.errors import ConfigError, DataError, RewardError, RewardResponseError
 from tether.rewards.build import check_contents, check_reward_columns, check_rewards, try_sources
 from tether.rewards.function import FunctionSource, check_columns, load_function
 
@@ -228,8 +228,14 @@ def test_what_no_answer_can_cause_is_told_before_a_model_loads(source, tmp_path,
         try_sources([config], ["f"], text_batch("Hello.", prompts=["who"]), None)
 
 
-@pytest.mark.parametrize("body", ["[float('nan')] * 2", "[None] * 2", "torch.ones(len(prompts)).squeeze()"])
+@pytest.mark.parametrize(
+    "body", ["[float('nan')] * len(prompts)", "[None] * len(prompts)", "torch.ones(len(prompts)).squeeze()"]
+)
 def test_what_certain_answers_can_cause_is_not(source, tmp_path, body):
+    """But an error when answers cause it, such as one alone."""
     source(f"def f(prompts, completions): return {body}")
     config = FunctionReward(type="function", path=str(tmp_path / "judge.py"), name="f")
     try_sources([config], ["f"], text_batch("Hello.", prompts=["who"]), None)
+    function = FunctionSource(load_function(config.path, config.name, "rewards.0"), "f")
+    with pytest.raises(RewardResponseError):
+        function.score(text_batch("Hello.", prompts=["who"]))

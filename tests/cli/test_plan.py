@@ -60,7 +60,8 @@ def test_a_plan_ends_with_what_would_stop_the_run(tmp_path, capsys, monkeypatch)
 def test_a_plan_tries_reward_functions_but_no_services(tmp_path, capsys, monkeypatch):
     config = tiny_run(tmp_path)
     service = {"type": "http", "url": "http://127.0.0.1:1/"}
-    with_service = tiny_run(tmp_path, rewards=[*config.model_dump(mode="json")["rewards"], service])
+    several = {"type": "ensemble", "members": [service, service]}
+    with_service = tiny_run(tmp_path, rewards=[*config.model_dump(mode="json")["rewards"], service, several])
     assert "nothing was found that would stop" in shown_plan(with_service, tmp_path, capsys, monkeypatch)
     (tmp_path / "rewards.py").write_text("def letters(prompts, completions):\n    [len(c) for c in completions]\n")
     assert main(["plan", str(tmp_path / "run.yaml")]) == 2

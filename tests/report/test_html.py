@@ -100,7 +100,7 @@ def test_what_is_most_urgent_stands_at_the_top_with_what_to_do(tmp_path):
     metrics = [evaluation(0, 0.0), *(update(i, i / 25, policy__entropy_avg=3.0 * 0.5**i) for i in range(1, 26))]
     text = report(write(tmp_path, [*metrics, evaluation(25, 1.0)])).text
     top = text[: text.index("Curves")]
-    assert "Entropy went from" in top and "Raise ppo.kl_coef" in top
+    assert re.search(r"Health: \d+ to act on", top) and "Entropy went from" in top and "Raise ppo.kl_coef" in top
 
 
 def test_the_page_may_run_its_own_script_and_load_nothing(tmp_path):

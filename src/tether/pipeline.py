@@ -131,8 +131,11 @@ def run_reward(config: RewardStageConfig, display: Display, stop: StopRequest | 
     """Runs ``train_reward_model`` in the same way as ``run_sft``."""
     result = _shown(train_reward_model, config, "reward model", display, stop)
     if result.accuracy_by_length:
-        rows = [[*group["tokens"], group["pairs"], group["accuracy"]] for group in result.accuracy_by_length]
-        display.table("accuracy by the longer answer's tokens", ["from", "to", "pairs", "accuracy"], rows)
+        rows = [
+            ["-".join(map(str, group["tokens"])), group["pairs"], group["accuracy"]]
+            for group in result.accuracy_by_length
+        ]
+        display.table("accuracy by length", ["tokens of the longer answer", "pairs", "accuracy"], rows)
     return result
 
 

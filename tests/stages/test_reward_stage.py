@@ -472,6 +472,8 @@ def test_accuracy_by_length_is_over_groups_of_equal_size_by_the_longer_answer():
         {"tokens": [7, 8], "pairs": 2, "accuracy": 1.0},
     ]
     assert [group["pairs"] for group in accuracy_by_length(rows[:2])] == [1, 1]
+    as_long = [row(1.0, 0.0, tokens, 1) for tokens in (5, 5, 5, 7, 7, 3)]
+    assert [(*group["tokens"], group["pairs"]) for group in accuracy_by_length(as_long)] == [(3, 5, 4), (7, 7, 2)]
     assert accuracy_by_length([]) == []
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -445,17 +446,18 @@ def _softplus(x: float) -> float:
 
 
 def accuracy_by_length(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Accuracy in groups of equal size, by the number of tokens of the longer answer of each pair."""
+    """Accuracy in groups by the number of tokens of the longer answer of each pair: pairs of equal length are in one
+    group, and the groups are otherwise of equal size."""
 
     def length(row: Mapping[str, Any]) -> int:
         return max(row["chosen_tokens"], row["rejected_tokens"])
 
     ordered = sorted(rows, key=length)
-    bounds = [round(i * len(ordered) / LENGTH_GROUPS) for i in range(LENGTH_GROUPS + 1)]
-    groups = [ordered[a:b] for a, b in pairwise(bounds) if a < b]
+    ends = [round(i * len(ordered) / LENGTH_GROUPS) for i in range(1, LENGTH_GROUPS + 1)]
+    bounds = {0} | {bisect_right(ordered, length(ordered[end - 1]), key=length) for end in ends if end}
     return [
         {"tokens": [length(group[0]), length(group[-1])], "pairs": len(group), "accuracy": _accuracy(group)}
-        for group in groups
+        for group in (ordered[a:b] for a, b in pairwise(sorted(bounds)))
     ]
 
 

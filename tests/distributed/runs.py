@@ -72,13 +72,12 @@ def overflowing(folder: Path, changes: Mapping[str, Any]) -> tuple[list[dict[str
         engine, dist, seen = trainer.engine, trainer.dist, set()
         are_finite = engine.are_finite
 
-        def bad_at_first(optimizers: list[PassOptimizer]) -> bool:
-            (optimizer,) = optimizers
+        def bad_at_first(optimizer: PassOptimizer) -> bool:
             if optimizer.name not in seen and dist.rank == dist.num_processes - 1:
-                for gradient in (p.grad for p in optimizer.parameters if p.grad is not None):
+                for gradient in optimizer.gradients:
                     getattr(gradient, "to_local", lambda g=gradient: g)().fill_(math.inf)
             seen.add(optimizer.name)
-            return are_finite(optimizers)
+            return are_finite(optimizer)
 
         engine.are_finite = bad_at_first
         for optimizer in trainer.optimizers:

@@ -1129,7 +1129,7 @@ UPDATE = (
             "if gradients is Gradients.FIT or (is_bad and not stopped):\n                    with self.changing",
         ),
         ("numbers of a mini-batch that is not finite are logged", "with self.metrics.attempt():", "if True:"),
-        ("gradients are not looked at before a step", "self.engine.are_finite([optimizer])", "True"),
+        ("gradients are not looked at before a step", "self.engine.are_finite(optimizer)", "True"),
         (
             "a step of the policy with a bad one of the critic ends the count of bad ones in a row",
             "            if is_whole:\n                self.guard",
@@ -2016,7 +2016,7 @@ FP16 = "tests/train/test_fp16.py"
 FLOAT16 = (
     *in_file(
         "train/optim.py",
-        ("float16: gradients stay scaled", "parameter.grad.div_(self.loss_scale.scale)", "pass"),
+        ("float16: gradients stay scaled", "gradient.div_(self.loss_scale.scale)", "pass"),
         (
             "float16: losses are not scaled",
             "return loss if self.loss_scale is None else loss * self.loss_scale.scale",

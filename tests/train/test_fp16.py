@@ -255,6 +255,6 @@ def test_a_loss_that_is_not_finite_is_a_bad_batch_at_every_scale(tmp_path, monke
 
 def test_a_dry_step_leaves_the_scale_as_it_is(tmp_path, monkeypatch):
     made = trainer(tmp_path, answers=[[10, 11, 12, 13, 14, 15]], **ONE_OPTIMIZER)
-    monkeypatch.setattr(made.engine, "are_finite", lambda optimizers: False)
+    monkeypatch.setattr(made.engine, "are_finite", lambda optimizer: False)
     made.dry_step()
     assert made.optimizers[0].loss_scale == LossScale()

@@ -25,7 +25,7 @@ from tether.data.collate import collate
 from tether.errors import ConfigError
 from tether.models.build import build_roles
 from tether.models.tokenizer import load_tokenizer
-from tether.train.optim import MOMENT_BYTES, all_finite, build_optimizer, build_optimizers, check_schedule
+from tether.train.optim import MOMENT_BYTES, are_finite, build_optimizer, build_optimizers, check_schedule
 
 RATE = 0.01
 
@@ -125,12 +125,12 @@ def test_norm_of_no_gradients_is_zero():
     assert optimizer.clip() == 0.0
 
 
-def test_all_finite_looks_at_every_gradient():
+def test_are_finite_looks_at_every_gradient():
     optimizer, (p, q) = optimizer_of(run_config(), [0.0], [0.0])
     p.grad = torch.ones_like(p)
-    assert all_finite([optimizer])
+    assert are_finite(optimizer.gradients)
     q.grad = torch.full_like(q, float("nan"))
-    assert not all_finite([optimizer])
+    assert not are_finite(optimizer.gradients)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -140,12 +140,12 @@ def test_one_number_that_is_not_finite_is_found_and_sums_that_overflow_are_not_t
     for p in parameters:
         p.grad = torch.full_like(p, 3e38)
         assert not torch.isfinite(p.grad.sum())
-    assert all_finite([optimizer])
+    assert are_finite(optimizer.gradients)
     parameters[1].grad[7] = bad
-    assert not all_finite([optimizer])
+    assert not are_finite(optimizer.gradients)
     parameters[0].grad, parameters[1].grad = torch.zeros(50), torch.zeros(50, dtype=torch.bfloat16)
     parameters[0].grad[:2] = torch.tensor([bad, -bad])
-    assert not all_finite([optimizer])
+    assert not are_finite(optimizer.gradients)
 
 
 # Kinds

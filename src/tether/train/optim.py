@@ -114,11 +114,15 @@ class PassOptimizer:
         """The loss whose gradient ``unscale`` divides."""
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients of those parameters that have one."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
     def unscale(self) -> None:
         """Divides the gradients of scaled losses by the scale."""
-        for parameter in self.parameters if self.loss_scale is not None else ():
-            if parameter.grad is not None:
-                parameter.grad.div_(self.loss_scale.scale)
+        for gradient in self.gradients if self.loss_scale is not None else ():
+            gradient.div_(self.loss_scale.scale)
 
     def clip(self) -> float:
         """Scales the gradients down to ``max_grad_norm``; returns their norm before clipping, 0 if there are none."""
@@ -370,11 +374,6 @@ def _check_rates(config: RunConfig, total_steps: int, key: str, rate: float) -> 
         raise ConfigError(
             f"train.lr_scheduler_kwargs.min_lr: got {scheduler.min_lrs[0]}{default}, wanted below {key} {rate}"
         )
-
-
-def all_finite(optimizers: list[PassOptimizer]) -> bool:
-    """Whether every existing gradient is finite."""
-    return are_finite([p.grad for o in optimizers for p in o.parameters if p.grad is not None])
 
 
 def are_finite(grads: list[Tensor]) -> bool:

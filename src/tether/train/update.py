@@ -198,7 +198,7 @@ class Update:
             self.imitate(batch, num_tokens, optimizer)
         if self.is_warming_up:
             self.engine.forget(self.roles.role(POLICY).trained.values())  # gradients of a trunk shared with the critic
-        are_finite = self.engine.are_finite([optimizer])
+        are_finite = self.engine.are_finite(optimizer)
         if optimizer.loss_scale is not None and optimizer.loss_scale.may_overflow and self.dist.any(not are_finite):
             return Gradients.OVERFLOWED
         self.guard.check_gradients(are_finite, self.answers, mini_batch)

@@ -157,8 +157,8 @@ class Engine(Protocol):
         """Excludes parameters from the next step, whatever their gradients are; called after the last backward pass."""
         ...
 
-    def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
-        """Whether this process's part of the gradients is finite."""
+    def are_finite(self, optimizer: PassOptimizer) -> bool:
+        """Whether this process's part of the gradients that the optimizer would step with is finite."""
         ...
 
     def step(self, optimizer: PassOptimizer) -> float:

@@ -136,9 +136,9 @@ class Zero:
         for unit in self._units:
             unit.forget(ids)
 
-    def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
+    def are_finite(self, optimizer: PassOptimizer) -> bool:
         """Checks this process's part of every gradient."""
-        return are_finite([grad for unit in self._units for grad in unit.gradients()])
+        return are_finite(list(self._of(optimizer).gradients(optimizer)))
 
     def step(self, optimizer: PassOptimizer) -> float:
         """Clips by the norm over all processes, then steps."""
@@ -340,14 +340,10 @@ class Unit:
         for share in self.joint.shares if self._ran else ():
             share.is_forgotten |= id(share.parameters[0]) in ids
 
-    def gradients(self, optimizer: PassOptimizer | None = None) -> Iterator[Tensor]:
-        """This process's parts of the gradients for the next step.
-
-        Args:
-            optimizer: restricts the result to the gradients of this optimizer.
-        """
-        for share in self.joint.shares if optimizer is None else self.joint.of(optimizer):
-            if not share.is_forgotten and self._has_gradients(share.optimizer):
+    def gradients(self, optimizer: PassOptimizer) -> Iterator[Tensor]:
+        """This process's parts of the gradients for an optimizer's next step."""
+        for share in self.joint.of(optimizer) if self._has_gradients(optimizer) else ():
+            if not share.is_forgotten:
                 yield from self._gradients_of(share)
 
     def _gradients_of(self, share: Share) -> Sequence[Tensor]:

@@ -129,15 +129,15 @@ class FullySharded:
         """Clears their gradients."""
         forget(parameters)
 
-    def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
+    def are_finite(self, optimizer: PassOptimizer) -> bool:
         """Checks this process's part of every gradient."""
-        return are_finite([_local(p.grad) for o in optimizers for p in o.parameters if p.grad is not None])
+        return are_finite([_local(gradient) for gradient in optimizer.gradients])
 
     def step(self, optimizer: PassOptimizer) -> float:
         """Clips by the norm over all processes, then steps."""
         limit = float("inf") if optimizer.max_grad_norm is None else optimizer.max_grad_norm
         with all_together("an optimizer step", self._dist.num_processes):
-            norm = nn.utils.get_total_norm([p.grad for p in optimizer.parameters if p.grad is not None])
+            norm = nn.utils.get_total_norm(optimizer.gradients)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             nn.utils.clip_grads_with_norm_(optimizer.parameters, limit, norm)
             optimizer.step()

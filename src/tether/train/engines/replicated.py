@@ -15,7 +15,7 @@ from tether.machine.distributed import Dist, lost_told
 from tether.models.adapters import flags_kept
 from tether.models.roles import Host, ModelRoles, Pass, directly
 from tether.train.engines.base import Hosted, all_together, forget
-from tether.train.optim import PassOptimizer, all_finite
+from tether.train.optim import PassOptimizer, are_finite
 
 
 class Alone:
@@ -48,9 +48,9 @@ class Alone:
         """Clears their gradients."""
         forget(parameters)
 
-    def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
+    def are_finite(self, optimizer: PassOptimizer) -> bool:
         """Checks every gradient."""
-        return all_finite(optimizers)
+        return are_finite(optimizer.gradients)
 
     def step(self, optimizer: PassOptimizer) -> float:
         """Clips, then steps."""

@@ -149,11 +149,11 @@ def head_matches(model: PreTrainedModel) -> bool:
 @torch.no_grad()
 def _try_head(model: PreTrainedModel) -> bool:
     ids, used = few_tokens(model), []
-    with _without_cached_casts(ids.device), _heard(model.base_model, used):
+    with without_cached_casts(ids.device), _heard(model.base_model, used):
         logits = model(input_ids=ids, use_cache=False).logits
     if model.base_model is not model:
         head = model.get_output_embeddings()
-        with _without_cached_casts(ids.device):
+        with without_cached_casts(ids.device):
             states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             fits = getattr(head, "in_features", states.shape[-1]) == states.shape[-1]
             if fits and torch.equal(logits.float(), head(states).float()):
@@ -197,7 +197,7 @@ def is_causal(backbone: PreTrainedModel) -> bool:
     ids = few_tokens(backbone)
     width, kept = ids.shape[1], ids.shape[1] // 2
     padded = torch.cat([ids[:, :kept], torch.zeros_like(ids[:, kept:])], dim=1)
-    with _without_cached_casts(ids.device):
+    with without_cached_casts(ids.device):
         states, changed = (backbone(input_ids=x, use_cache=False).last_hidden_state for x in (ids, padded))
     most = IN_HALF if is_half(states) else MOST_OF_WHAT_FOLLOWS
     states_before = states[:, :kept].float()
@@ -218,8 +218,8 @@ def is_half(x: Tensor) -> bool:
     return x.dtype.itemsize < 4 or torch.is_autocast_enabled(x.device.type)
 
 
-def _without_cached_casts(device: torch.device) -> torch.autocast:
-    """Autocast without its cache: a cast cached here without gradients would be reused by the caller's own forward."""
+def without_cached_casts(device: torch.device) -> torch.autocast:
+    """Autocast as it is, without its cache: a cast cached here without gradients would be reused by a later forward."""
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.machine.distributed import Dist
+from tether.models.forward import without_cached_casts
 from tether.models.layers import transformer_layers
 from tether.models.roles import POLICY, Host, ModelRoles
 from tether.train.engines.base import Hosted, all_together, by_model, forget, kept_by_main, refuse_few_bits
@@ -269,11 +270,8 @@ class Sharded:
 
     def __call__(self, compute: Callable[[], Any]) -> Any:
         """Returns ``compute()``; the weights of each layer are gathered when it is reached."""
-        kind = self._device.type
-        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         # A cast in autocast's cache would outlive the gathered weights it was made from.
-        without_cache = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-        with all_together("a forward pass", self._num_processes), without_cache:
+        with all_together("a forward pass", self._num_processes), without_cached_casts(self._device):
             result = self._hosted(compute)
         if not torch.is_grad_enabled():
             self.begin_anew()

@@ -677,21 +677,6 @@ GENERATION = in_file(
         "logits",
     ),
     (
-        "the end token at the limit is taken for a cut",
-        "stopped = self._sampling.stops(row.token_ids, row.before)\n",
-        "stopped = len(row.token_ids) < self._sampling.max_new_tokens\n",
-    ),
-    (
-        "the end token is dropped from the answer",
-        "Completion(row.token_ids, ",
-        "Completion(row.token_ids[: -1 if stopped else None] or row.token_ids, ",
-    ),
-    (
-        "an answer may have one token too many",
-        "len(row.token_ids) == self._sampling.max_new_tokens\n",
-        "len(row.token_ids) == self._sampling.max_new_tokens + 1\n",
-    ),
-    (
         "positions stand still while decoding",
         "self._inputs, self._positions = added, self._positions[:, -1:] + 1",
         "self._inputs, self._positions = added, self._positions[:, -1:]",
@@ -713,8 +698,8 @@ GENERATION = in_file(
     ),
     (
         "answers come back in the order of decoding",
-        "[(row.position, self._completion(row)) for row in finished]",
-        "[(i, self._completion(row)) for i, row in enumerate(finished)]",
+        "[(row.position, row.completion(self._sampling)) for row in finished]",
+        "[(i, row.completion(self._sampling)) for i, row in enumerate(finished)]",
     ),
     (
         "unlikely tokens are never drawn",
@@ -733,6 +718,26 @@ GENERATION = in_file(
         "tests/generation/test_hf.py",
         "tests/generation/test_contract.py",
     ),
+)
+
+DRAFT = in_file(
+    "generation/draft.py",
+    (
+        "the end token at the limit is taken for a cut",
+        "stopped = sampling.stops(self.token_ids, self.before)\n",
+        "stopped = len(self.token_ids) < sampling.max_new_tokens\n",
+    ),
+    (
+        "the end token is dropped from the answer",
+        "Completion(self.token_ids, ",
+        "Completion(self.token_ids[: -1 if stopped else None] or self.token_ids, ",
+    ),
+    (
+        "an answer may have one token too many",
+        "len(self.token_ids) == sampling.max_new_tokens\n",
+        "len(self.token_ids) == sampling.max_new_tokens + 1\n",
+    ),
+    tests=("tests/generation/test_hf.py", "tests/generation/test_contract.py"),
 )
 
 DECODING = in_file(
@@ -2298,7 +2303,7 @@ ATTENDING = (
 
 DEFECTS = (
     *ADVANTAGES, *KL, *LOGPROBS, *LOSSES, *MASKING, *REDUCTION, *SCORES, *FORWARD, *COLLATE, *STREAM, *KEYS, *COLUMNS,
-    *REDUCE, *GENERATION, *DECODING, *TRAINER, *UPDATE, *LOGGED, *EXPERIENCE, *MEASURE, *ROLLOUT, *EVALUATE, *EMA,
-    *OPTIM, *HEADS, *ROLES, *CHECKPOINT, *REWARDS, *ENSEMBLES, *REWARD_STAGE, *DEFAULTS, *FLOAT16, *ROWS, *ANSWERS,
-    *RUNS, *ATTENDING,
+    *REDUCE, *GENERATION, *DRAFT, *DECODING, *TRAINER, *UPDATE, *LOGGED, *EXPERIENCE, *MEASURE, *ROLLOUT, *EVALUATE,
+    *EMA, *OPTIM, *HEADS, *ROLES, *CHECKPOINT, *REWARDS, *ENSEMBLES, *REWARD_STAGE, *DEFAULTS, *FLOAT16, *ROWS,
+    *ANSWERS, *RUNS, *ATTENDING,
 )  # fmt: skip

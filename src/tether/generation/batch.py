@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from typing import Any
@@ -16,8 +14,8 @@ from torch import Tensor, nn
 from transformers import CompileConfig
 
 from tether.data.collate import pad_left
-from tether.errors import GenerationError
 from tether.generation.caches import StaticCaches, give_room
+from tether.generation.draft import Draft
 from tether.types import Completion, Request, Sampling
 
 CACHES = ("cache", "past_key_values", "cache_params")
@@ -44,17 +42,6 @@ class Decoding(Enum):
         return self not in (Decoding.FIXED, Decoding.KEPT)
 
 
-@dataclass(frozen=True, eq=False)
-class Row:
-    """An answer being written."""
-
-    position: int
-    noise: torch.Generator
-    before: Sequence[int]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-
 class Batch:
     """Answers that are decoded side by side, and the cache they share."""
 
@@ -66,9 +53,8 @@ class Batch:
         decoding: Decoding,
         static: StaticCaches | None,
     ) -> None:
-        self.rows = [
-            Row(i, torch.Generator(device).manual_seed(request.key), request.before) for i, request in requests
-        ]
+        self.rows = [Draft(i, request.before) for i, request in requests]
+        self._noise = [torch.Generator(device).manual_seed(request.key) for _, request in requests]
         self._sampling, self._decoding, self._static = sampling, decoding, static
         self._cache: Any = None
         queries, slots = [tuple(request.token_ids) for _, request in requests], list(range(len(requests)))
@@ -91,17 +77,14 @@ class Batch:
         ended: list[bool] = [False]
         while not any(ended):
             self._next_tokens(model)
-            ended = [
-                self._sampling.stops(row.token_ids, row.before) or len(row.token_ids) == self._sampling.max_new_tokens
-                for row in self.rows
-            ]
+            ended = [row.is_finished(self._sampling) for row in self.rows]
         finished = [row for row, end in zip(self.rows, ended, strict=True) if end]
         self.keep([i for i, end in enumerate(ended) if not end])
-        return [(row.position, self._completion(row)) for row in finished]
+        return [(row.position, row.completion(self._sampling)) for row in finished]
 
     def keep(self, kept: Sequence[int]) -> None:
         """Keeps only these of the unfinished rows."""
-        self.rows = [self.rows[i] for i in kept]
+        self.rows, self._noise = [self.rows[i] for i in kept], [self._noise[i] for i in kept]
         if self.rows:
             self._place([self._slots[i] for i in kept])
             if self._decoding.may_drop:
@@ -131,17 +114,11 @@ class Batch:
 
     def _next_tokens(self, model: nn.Module) -> None:
         """One forward and one more token for every unfinished row."""
-        tokens, logprobs = drawn_tokens(self.logits(model), [row.noise for row in self.rows], self._sampling)
+        tokens, logprobs = drawn_tokens(self.logits(model), self._noise, self._sampling)
         # one copy, since each waits for the device; float32 holds all integers up to 2²⁴
         drawn, scores = torch.stack([tokens.to(logprobs.dtype), logprobs]).tolist()
         for row, token, logprob in zip(self.rows, drawn, scores, strict=True):
-            if not math.isfinite(logprob):
-                raise GenerationError(
-                    f"request {row.position}: the policy's logits for token {len(row.token_ids)} of the answer are not "
-                    "finite; its weights may have diverged, or exceed the range of half precision"
-                )
-            row.token_ids.append(int(token))
-            row.logprobs.append(logprob)
+            row.write(int(token), logprob)
         self.write(tokens)
 
     def _forward(self, model: nn.Module) -> Float[Tensor, "M V"]:
@@ -191,10 +168,6 @@ class Batch:
             self._cache.reorder_cache(indices)
         self._inputs, self._positions, self._mask = (x[indices] for x in (self._inputs, self._positions, self._mask))
         self._place(range(len(self.rows)))
-
-    def _completion(self, row: Row) -> Completion:
-        stopped = self._sampling.stops(row.token_ids, row.before)
-        return Completion(row.token_ids, "stop" if stopped else "length", row.logprobs)
 
 
 def drawn_tokens(

@@ -13,7 +13,6 @@ import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +27,7 @@ from transformers import PreTrainedConfig
 from tether.config import launched
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError, GenerationError
+from tether.generation.draft import Draft
 from tether.models.device import total_memory
 from tether.models.fit import has_few_bits, steady_positions
 from tether.models.forward import few_tokens
@@ -200,23 +200,22 @@ class VLLMGenerator:
         if not requests:
             return
         self._be_ready()
-        writing: dict[str, _Answer] = {}
+        writing: dict[str, Draft] = {}
         try:
             with _failing():
                 for position, request in enumerate(requests):
-                    answer = _Answer(position, request.before)
-                    writing[self._add(request, sampling)] = answer
+                    writing[self._add(request, sampling)] = Draft(position, request.before)
             while writing:
                 with _failing(), torch.random.fork_rng(devices=[]):  # on a CPU, vLLM draws from the global generator
                     outputs = self._engine.step()
                 for output in outputs:
-                    if (answer := writing.get(output.request_id)) is None:
+                    if (draft := writing.get(output.request_id)) is None:
                         continue  # a text ended it, and the engine had begun its next token
-                    if answer.is_ended_by(output.outputs[0], sampling, self._num_rows):
+                    if _is_ended_by(output.outputs[0], draft, sampling, self._num_rows):
                         del writing[output.request_id]
                         if not output.finished:
                             self._engine.abort_request([output.request_id])
-                        yield answer.position, answer.completion(sampling)
+                        yield draft.position, draft.completion(sampling)
         finally:
             if writing:
                 self._engine.abort_request(list(writing))
@@ -344,39 +343,18 @@ def _shut_down() -> None:
     gc.collect()
 
 
-@dataclass
-class _Answer:
-    """An answer being written."""
+def _is_ended_by(new: Any, draft: Draft, sampling: Sampling, num_rows: int) -> bool:
+    """Writes new tokens up to the first that ends the answer; returns whether one did, or its length.
 
-    position: int
-    before: Sequence[int]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def is_ended_by(self, new: Any, sampling: Sampling, num_rows: int) -> bool:
-        """Appends new tokens up to the first that ends the answer; returns whether one did, or its length.
-
-        Args:
-            new: vLLM's ``CompletionOutput``.
-            num_rows: number of tokens that the policy has embeddings for.
-        """
-        for token, told in zip(new.token_ids, new.logprobs or (), strict=True):
-            logprob = told[token].logprob
-            if not (math.isfinite(logprob) and 0 <= token < num_rows):
-                raise GenerationError(
-                    f"request {self.position}: the policy's logits for token {len(self.token_ids)} of the answer are "
-                    "not finite; its weights may have diverged, or exceed the range of half precision"
-                )
-            self.token_ids.append(token)
-            self.logprobs.append(logprob)
-            if sampling.stops(self.token_ids, self.before) or len(self.token_ids) == sampling.max_new_tokens:
-                return True
-        return False
-
-    def completion(self, sampling: Sampling) -> Completion:
-        """The finished answer."""
-        stopped = sampling.stops(self.token_ids, self.before)
-        return Completion(self.token_ids, "stop" if stopped else "length", self.logprobs)
+    Args:
+        new: vLLM's ``CompletionOutput``.
+        num_rows: number of tokens that the policy has embeddings for. Others are not drawn from finite logits.
+    """
+    for token, told in zip(new.token_ids, new.logprobs or (), strict=True):
+        draft.write(token, told[token].logprob if 0 <= token < num_rows else math.nan)
+        if draft.is_finished(sampling):
+            return True
+    return False
 
 
 def _import_vllm() -> Any:

@@ -140,13 +140,11 @@ class Dist:
             torch.distributed.all_reduce(x, op=torch.distributed.ReduceOp.MAX)
         return x.cpu()
 
-    def summed(self, x: Tensor) -> Tensor:
-        """``sum`` of a tensor that may not be on the device used for communication."""
-        return self.sum(x.to(self.device)).cpu() if self.num_processes > 1 else x
-
     def computed(self, metrics: Metrics) -> dict[str, float]:
         """Metrics over all processes, each of which collected a part of them."""
-        return metrics.compute(self.summed, self.max) if self.num_processes > 1 else metrics.compute()
+        if self.num_processes == 1:
+            return metrics.compute()
+        return metrics.compute(lambda x: self.sum(x.to(self.device)).cpu(), self.max)
 
     def any(self, own: bool) -> bool:
         """Whether ``own`` is True in any process."""

@@ -110,7 +110,7 @@ def own_weights(path: str, revision: str | None = None) -> tuple[str, str | None
     if not base or not isinstance(base, str):
         told = "empty" if not base else repr(base)
         raise ModelError(f"{path}: base_model_name_or_path in {ADAPTER_CONFIG} is {told}; wanted the adapter's base")
-    return base_in_place(config.base_model_name_or_path, path), config.revision
+    return base_in_place(base, path), config.revision
 
 
 def base_in_place(base: str, adapter: str) -> str:

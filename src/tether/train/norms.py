@@ -68,7 +68,7 @@ def spread(moments: algo.ScoreMoments, what: str, key: str) -> str:
 def write_norms(path: Path, state: RunState) -> None:
     """Writes the moments that normalized the scores of the run's evaluations, and those of sources with ``norm: auto``,
     for later evaluations."""
-    record = asdict(_of_evaluations(state))
+    record = asdict(_of_evaluations(state.eval_moments, state.score_moments))
     if state.source_moments:
         record["sources"] = {name: asdict(moments) for name, moments in state.source_moments.items()}
     write_whole(path, json.dumps(record).encode() + b"\n")
@@ -84,8 +84,8 @@ def read_norms(run: Path) -> tuple[ScoreMoments, dict[str, ScoreMoments]]:
     if (state := run / STATE_DIR / STATE).is_file():
         with _readable(state):
             record = json.loads(state.read_text(encoding="utf-8"))
-            own = [ScoreMoments(**record[name]) for name in ("eval_moments", "score_moments")]
-            return next((each for each in own if each.count), ScoreMoments()), _moments(record["source_moments"])
+            own = (ScoreMoments(**record[name]) for name in ("eval_moments", "score_moments"))
+            return _of_evaluations(*own), _moments(record["source_moments"])
     path = next((folder / SCORE_NORM for folder in run_folders(run) if (folder / SCORE_NORM).is_file()), None)
     if path is None:
         told = f"{run}: no {SCORE_NORM} beside its config.yaml; it is written when the run ends or is stopped"
@@ -108,9 +108,9 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _of_evaluations(state: RunState) -> ScoreMoments:
+def _of_evaluations(eval_moments: ScoreMoments, score_moments: ScoreMoments) -> ScoreMoments:
     """Those of the run's own evaluations; without any, those of training."""
-    return state.eval_moments if state.eval_moments.count else state.score_moments
+    return eval_moments if eval_moments.count else score_moments
 
 
 def _moments(records: Mapping[str, Mapping[str, float]]) -> dict[str, ScoreMoments]:

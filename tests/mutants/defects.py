@@ -941,8 +941,8 @@ TRAINER = (
         ("the KL coefficient is never steered", "        self.steer_kl(values)\n", ""),
         (
             "the KL coefficient that is steered is not used",
-            "self.config.ppo, self.state.kl_coef, self.config.sampling",
-            "self.config.ppo, self.config.ppo.kl_coef, self.config.sampling",
+            "self.config, self.config.ppo, self.state.kl_coef",
+            "self.config, self.config.ppo, self.config.ppo.kl_coef",
         ),
         ("the controller looks at k3", 'metrics["objective/kl"],', 'metrics["objective/kl_k3"],'),
         (

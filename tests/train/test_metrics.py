@@ -31,7 +31,6 @@ from tests.train.trainers import (
     with_random_pads,
 )
 from tether.algo import ScoreMoments
-from tether.config.schema import PPOConfig
 from tether.generation.fake import FakeGenerator
 from tether.metrics.reduce import Metrics
 from tether.train.experience import Outputs
@@ -178,7 +177,7 @@ def scored(batch, number):
     return rollouts, [a - b / 2 for a, b in zip(rewards["kind"], rewards["brief"], strict=True)], rewards
 
 
-def test_the_gap_to_decoding_is_over_the_tokens_whose_log_probabilities_it_reported(monkeypatch):
+def test_the_gap_to_decoding_is_over_the_tokens_whose_log_probabilities_it_reported(tmp_path, monkeypatch):
     """In one mean for all answers, not one for each."""
     means, mean = [], Metrics.mean
     monkeypatch.setattr(Metrics, "mean", lambda self, name, *args: (means.append(name), mean(self, name, *args))[1])
@@ -188,8 +187,7 @@ def test_the_gap_to_decoding_is_over_the_tokens_whose_log_probabilities_it_repor
     completions = [Completion([7] * (3 - i % 2), "stop", each) for i, each in enumerate(told)]
     answers, metrics = Answers([], completions, [""] * 3), Metrics()
     outputs = Outputs(mask=mask, logprobs=logprobs, entropy=-logprobs, values=None, ref_logprobs=None)
-    rest = {"kl_coef": 0.0, "num_generations": 1}
-    measure_objective(metrics, outputs, torch.zeros(3), answers, PPOConfig(), **rest)
+    measure_objective(metrics, outputs, torch.zeros(3), answers, tiny_run(tmp_path), kl_coef=0.0)
     assert metrics.compute()["rollout/logprob_gap"] == (0.5 + 1 + 0.25) / 5
     assert means.count("rollout/logprob_gap") == 1
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tether import algo
-from tether.config.schema import PPOConfig
+from tether.config.schema import PPOConfig, RunConfig
 from tether.data.collate import pad_numbers
 from tether.machine.distributed import Dist
 from tether.types import Completion, Experience, MicroBatch
@@ -83,10 +83,9 @@ def targets(
     outputs: Outputs,
     scores: Float[Tensor, " B"],
     loss_mask: Bool[Tensor, "B R"],
-    ppo: PPOConfig,
+    config: RunConfig,
     *,
     kl_coef: float,
-    num_generations: int,
     early_scores: Sequence[Sequence[float]] | None = None,
 ) -> Targets:
     """Advantages and returns of a rollout batch by the configured estimator.
@@ -101,10 +100,9 @@ def targets(
         scores: of each answer, with all rules applied.
         loss_mask: True on the tokens that take part in the losses; whitening is over these tokens.
         kl_coef: current KL coefficient.
-        num_generations: number of answers to each prompt, in neighboring rows.
         early_scores: see ``Judged.early_scores``.
     """
-    mask = outputs.mask
+    mask, ppo, num_generations = outputs.mask, config.ppo, config.sampling.num_generations
     coef = kl_coef if ppo.kl_in == "reward" else 0.0
     kl = outputs.kl(ppo.kl_estimator)
     returns = None

@@ -7,7 +7,7 @@ from collections import Counter
 from torch import Tensor
 
 from tether import algo
-from tether.config.schema import PPOConfig
+from tether.config.schema import PPOConfig, RunConfig
 from tether.metrics.reduce import Metrics
 from tether.train.experience import Outputs, Targets, told_logprobs
 from tether.train.rollout import Answers
@@ -33,33 +33,31 @@ def measure_objective(
     outputs: Outputs,
     scores: Tensor,
     answers: Answers,
-    ppo: PPOConfig,
+    config: RunConfig,
     *,
     kl_coef: float,
-    num_generations: int,
-    importance_cap: float | None = None,
 ) -> None:
     """The objective and its parts at rollout. ``scores`` is [B]."""
-    mask = outputs.mask
-    penalty = -kl_coef * algo.masked_sum(outputs.kl(ppo.kl_estimator), mask, dim=1)
+    mask, cap = outputs.mask, config.importance_cap
+    penalty = -kl_coef * algo.masked_sum(outputs.kl(config.ppo.kl_estimator), mask, dim=1)
     if outputs.ref_logprobs is not None:
         metrics.mean("objective/kl", algo.masked_sum(outputs.kl("k1"), mask, dim=1))
         metrics.mean("objective/kl_k3", algo.masked_sum(outputs.kl("k3"), mask, dim=1))
     metrics.mean("objective/entropy", -algo.masked_sum(outputs.logprobs, mask, dim=1))
     metrics.mean("objective/non_score_reward", penalty)
     metrics.mean("objective/rlhf_reward", scores + penalty)
-    if ppo.compares_answers:
-        equal = algo.equal_groups(scores, num_generations=num_generations)
+    if config.ppo.compares_answers:
+        equal = algo.equal_groups(scores, num_generations=config.sampling.num_generations)
         metrics.mean("objective/equal_scores", equal.double())
     metrics.mean("policy/entropy_avg", outputs.entropy, mask)
     sampled, told = told_logprobs(answers.completions, mask)
     if told.any():
         metrics.mean("rollout/logprob_gap", (sampled - outputs.logprobs).abs(), told)
-        if importance_cap is not None:
+        if cap is not None:
             ratio = algo.ratio(outputs.logprobs, sampled)
-            metrics.mean("rollout/importance_mean", ratio.clamp(max=importance_cap), told)
+            metrics.mean("rollout/importance_mean", ratio.clamp(max=cap), told)
             metrics.max("rollout/importance_max", ratio, told)
-            metrics.mean("rollout/importance_capped", ratio > importance_cap, told)
+            metrics.mean("rollout/importance_capped", ratio > cap, told)
 
 
 def measure_critic(metrics: Metrics, outputs: Outputs, learned: Targets) -> None:

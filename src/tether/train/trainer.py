@@ -319,28 +319,18 @@ class PPOTrainer:
     @torch.no_grad()
     def experience(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[Experience]:
         """Everything the update needs, one record for each of this process's micro-batches."""
-        ppo, kl_coef, each = self.config.ppo, self.state.kl_coef, self.config.sampling.num_generations
-        cap = self.config.importance_cap
+        config, ppo, kl_coef = self.config, self.config.ppo, self.state.kl_coef
         batches = self.micro_batches(answers)
         with self.roles.fetched():
             outputs = self.outputs(batches, answers, metrics)
         scores = judged.scores.to(outputs.logprobs)
         kept = outputs.mask & answers.ended.to(outputs.mask.device).unsqueeze(1) if ppo.mask_truncated else outputs.mask
-        learned = targets(
-            outputs,
-            scores,
-            kept,
-            ppo,
-            kl_coef=kl_coef,
-            num_generations=each,
-            early_scores=judged.early_scores,
-        )
+        learned = targets(outputs, scores, kept, config, kl_coef=kl_coef, early_scores=judged.early_scores)
         with metrics.known():
-            measure_objective(
-                metrics, outputs, scores, answers, ppo, kl_coef=kl_coef, num_generations=each, importance_cap=cap
-            )
+            measure_objective(metrics, outputs, scores, answers, config, kl_coef=kl_coef)
             measure_critic(metrics, outputs, learned)
-        in_loss, weights = kl_coef if ppo.kl_in == "loss" else 0.0, importance(outputs, answers.completions, cap)
+        in_loss = kl_coef if ppo.kl_in == "loss" else 0.0
+        weights = importance(outputs, answers.completions, config.importance_cap)
         return experience(batches, outputs, learned, kept, kl_loss_coef=in_loss, weights=weights, dist=self.dist)
 
     def outputs(self, batches: list[MicroBatch], answers: Answers, metrics: Metrics) -> Outputs:

@@ -270,7 +270,7 @@ def test_a_gradient_that_is_not_finite_in_one_process_is_left_out_in_all(folder,
 )
 def test_what_contradicts_a_run_is_told(folder, written, changes, said):
     from tether.errors import ConfigError
-    from tether.train.engines.deepspeed_config import check
+    from tether.train.engines.deepspeed import check
 
     with pytest.raises(ConfigError, match="^" + said.replace(".", r"\.") if not said.startswith("wanted") else said):
         check({"zero_optimization": {"stage": 3}} | written, tiny_run(folder, **changes))
@@ -278,7 +278,7 @@ def test_what_contradicts_a_run_is_told(folder, written, changes, said):
 
 def test_what_a_run_says_too_is_no_contradiction(folder):
     from tether.machine.deepspeed_config import filled
-    from tether.train.engines.deepspeed_config import check
+    from tether.train.engines.deepspeed import check
 
     written = {
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_max_live_parameters": 1e9},

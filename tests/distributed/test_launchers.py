@@ -22,7 +22,7 @@ from tether.machine.precision import check_precision
 from tether.metrics.writers import read_jsonl
 from tether.models.checkpoints import list_checkpoints
 from tether.train import inputs, run
-from tether.train.engines.deepspeed_config import check
+from tether.train.engines.deepspeed import check
 from tether.train.engines.replicated import Alone, Replicated
 
 FILES = Path(__file__).parents[2] / "examples" / "accelerate"

@@ -21,16 +21,27 @@ from torch.optim import Optimizer
 
 from tether.config.schema import RunConfig
 from tether.machine.deepspeed import load_whole, partition, plugin_of_launch
-from tether.machine.deepspeed_config import filled, waits_on, width_of
+from tether.machine.deepspeed_config import check_deepspeed, filled, waits_on, width_of
 from tether.machine.distributed import Dist, lost_told
 from tether.models.roles import POLICY, Host, ModelRoles, Role
-from tether.train.engines.base import Hosted, all_together, by_model, kept_by_main
-from tether.train.engines.deepspeed_config import check
+from tether.train.engines.base import Hosted, all_together, by_model, kept_by_main, refuse_few_bits
 from tether.train.engines.in_step import forwards_in_step
 from tether.train.optim import PassOptimizer, are_finite
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are divided by, as in torch."""
+NOT_OURS = {
+    "optimizer": "train.optim, train.learning_rate and related keys set it",
+    "scheduler": "train.lr_scheduler_type, train.warmup_ratio and train.lr_scheduler_kwargs set it",
+    "hybrid_engine": "answers are decoded with weights that are gathered once per rollout",
+}
+"""Sections of a DeepSpeed configuration that are decided by other keys of a run."""
+BATCHES = {
+    "train_batch_size": "train.rollout_batch_size and ppo.num_mini_batches set it",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size sets it",
+    "gradient_accumulation_steps": "train.micro_batch_size sets it",
+}
+"""Sizes that follow from a run's own."""
 
 
 class Zero:
@@ -241,6 +252,13 @@ class Zero:
         """Loads this process's pieces of the state."""
         self._of(optimizer).load_state(optimizer, state["optimizer"])
         optimizer.scheduler.load_state_dict(state["scheduler"])
+
+
+def check(deepspeed: Mapping[str, Any], config: RunConfig) -> None:
+    """Raises ``ConfigError`` if a DeepSpeed configuration contradicts that of the run, or configures something that
+    Tether does itself."""
+    check_deepspeed(deepspeed, config, sections=NOT_OURS, batches=BATCHES)
+    refuse_few_bits(config, "ZeRO")
 
 
 @dataclass(eq=False)

@@ -81,7 +81,7 @@ class Metrics:
 
         Args:
             reduce: sums over processes, which must all have collected the same names. Default: a single process.
-            reduce_max: takes the maximum over processes; needed with ``reduce`` if there is a maximum.
+            reduce_max: takes the maximum over processes; needed with ``reduce`` if there is a maximum or a ``slowest``.
         """
         parts = {name: _on_cpu(parts) for name, parts in self._parts.items()}
         sums = self._over({n: parts[n].sum(dim=0) for n in self._named("mean", "var", "sum")}, reduce)

@@ -1,4 +1,4 @@
-"""Whether texts fit a model, determined from its configuration before its weights are loaded."""
+"""What a model is and which texts fit it, determined from its configuration before its weights are loaded."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def phase(metrics: Metrics, name: str, device: torch.device) -> Iterator[None]:
 class Peak:
     """``with Peak(device) as peak:`` stores the peak memory use within it in ``peak.bytes``; 0 if unknown.
 
-    Resident memory is read every few milliseconds. The system's own peak counter is not used, as resetting it would
-    disturb measurements of the whole process.
+    Resident memory is read every hundredth of a second. The system's own peak counter is not used, as resetting it
+    would disturb measurements of the whole process.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -56,8 +56,8 @@ def evaluate(
 
     Returns:
         ``eval_scores`` and its standard deviation, ``eval_kl`` in nats per sequence (absent without a reference),
-        ``eval_length`` in tokens, ``eval_eos_rate``, and ``eval_rewards/NAME`` for each source; the rows of
-        samples.jsonl; and the moments that scores were normalized by.
+        ``eval_length`` in tokens, ``eval_eos_rate``, and ``eval_rewards/NAME`` and its standard deviation for each
+        source; the rows of samples.jsonl; and the moments that scores were normalized by.
     """
     prompts = list(parts.eval_prompts)
     requests = [Request(p.token_ids, noise_key(config.train.seed, "eval", p.row, 0), p.before) for p in prompts]

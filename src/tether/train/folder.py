@@ -159,7 +159,7 @@ def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:
         is_new: whether no earlier run is resumed or replaced. One that ended before its first record is replaced.
         way_out: the alternative to naming another folder, for the message.
     """
-    written, is_new = {METRICS, SAMPLES, BAD_BATCHES, CONFIG, SCORE_NORM, FINISHED}, is_new and not _was_begun(folder)
+    written, is_new = {CONFIG, *REPLACED}, is_new and not _was_begun(folder)
     for path in folder.glob("*") if folder.is_dir() else ():
         if path.name in (LOGS, *FOLDERS) and path.is_file():
             raise ConfigError(f"output_dir: {path} is a file, but a run writes a folder of this name: remove it")
@@ -217,7 +217,7 @@ def prepare_folder(
         for path in (*list_checkpoints(folder), *(folder / name for name in others)):
             shutil.rmtree(path, ignore_errors=not path.exists())
         # the policy too: an adapter next to another run's full model would be loaded together with it
-        for name in (METRICS, SAMPLES, BAD_BATCHES, REPORT, SCORE_NORM, *files_written(folder)):
+        for name in (*REPLACED, REPORT, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
     write_whole(folder / CONFIG, dump_run(config, continues=continues).encode())
 

@@ -92,9 +92,9 @@ class Update:
         step, whether it is taken or skipped.
 
         Raises:
-            TrainingError: too many mini-batches in a row are not finite.
-            torch.OutOfMemoryError: the first one does not fit into memory; nothing has been changed.
-            TrainingError: a later one does not fit, even one answer at a time, or the optimizer step does not.
+            TrainingError: too many mini-batches in a row are not finite, or one after the first does not fit into
+                memory, even one answer at a time, or the optimizer step does not.
+            torch.OutOfMemoryError: the first one does not fit; nothing has been changed.
         """
         total, stopped = self.config.ppo.num_ppo_epochs * self.config.ppo.num_mini_batches, False
         for done, mini_batch in enumerate(mini_batches(experience, self.config, self.step)):

@@ -402,16 +402,17 @@ class TestCalls:
 
         calls = []
 
-        def evaluate_path(run, prompts, *, split, subset, output, metrics, display):
-            calls.append((run, prompts, split, subset, output, metrics))
+        def evaluate_path(run, prompts, *, split, subset, columns, output, metrics, display):
+            calls.append((run, prompts, split, subset, columns, output, metrics))
             return evaluate.Evaluation({"eval_scores": 0.25}, [{"prompt": "sea", "response": "foam", "score": 1.5}])
 
         monkeypatch.setattr(evaluate, "evaluate_path", evaluate_path)
         given = ["evaluate", "runs/first", "--prompts", "p.jsonl", "-o", "out.jsonl"]
-        assert main(given) == main([*given, "--split", "test", "--subset=main", "--metrics=m.json"]) == 0
+        how = ["--split", "test", "--subset=main", "--columns={prompt: ask}", "--metrics=m.json"]
+        assert main(given) == main([*given, *how]) == 0
         assert calls == [
-            (Path("runs/first"), "p.jsonl", None, None, Path("out.jsonl"), None),
-            (Path("runs/first"), "p.jsonl", "test", "main", Path("out.jsonl"), Path("m.json")),
+            (Path("runs/first"), "p.jsonl", None, None, None, Path("out.jsonl"), None),
+            (Path("runs/first"), "p.jsonl", "test", "main", {"prompt": "ask"}, Path("out.jsonl"), Path("m.json")),
         ]
         shown = capsys.readouterr().out
         assert all(word in shown for word in ("eval_scores", "0.25", "foam"))

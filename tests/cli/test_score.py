@@ -71,6 +71,19 @@ def test_mistakes(folder, capsys, arguments, told):
     assert told in capsys.readouterr().err
 
 
+def test_columns_under_other_names(folder, capsys):
+    rows = [{"ask": "the cat", "said": "good"}, {"ask": "a dog", "said": "so good nice"}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["score", "source.yaml", "rows.jsonl"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "its columns are: ask, said. Rename them, or name them by --columns: {prompt: …, completion: …}" in told
+    named = "--columns={prompt: ask, completion: said}"
+    assert main(["score", "source.yaml", "rows.jsonl", named, "-o", "scored.jsonl", "--metrics=m.json"]) == 0
+    scored = [json.loads(line) for line in (folder / "scored.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["response"]) for row in scored] == [("the cat", "good"), ("a dog", "so good nice")]
+    assert json.loads((folder / "m.json").read_text())["columns"] == {"prompt": "ask", "completion": "said"}
+
+
 def test_a_subset_of_a_folder_is_read_by_its_name(folder, monkeypatch, capsys):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
     entries = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("first", "second"))

@@ -30,5 +30,6 @@ def load_judged(given, *, key="FILE", is_chat=True):
 def _records(given, tokenizer, keys):
     """What is read, and how its prompts become queries."""
     chat = {name: value for name, value in keys.items() if name in ChatKeys.model_fields}
-    source = {"key": "data.k"} | {name: value for name, value in keys.items() if name not in chat}
+    named = {"key": "data.k", "columns_key": "data.columns"}
+    source = named | {name: value for name, value in keys.items() if name not in chat}
     return DataSource(given, **source), QueryFormat(tokenizer or tiny_tokenizer(), **chat)

@@ -173,6 +173,55 @@ def test_a_command_reads_the_part_that_its_options_name(folder, trained, monkeyp
 
 
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_a_command_reads_the_columns_that_its_option_names(trained, tmp_path, monkeypatch, command):
+    """Rather than a column prompt, and instead of the names of the run."""
+    read = []
+
+    def asked(prompts, *given, **options):
+        read.append([prompt.source for prompt in load_prompts(prompts, *given, **options).prompts])
+        raise DataError("read")
+
+    monkeypatch.setattr(f"tether.inference.{command}.load_prompts", asked)
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps({"prompt": "the cat", "question": "a dog", "ask": "a day"}) + "\n")
+    given = [command, str(trained), "--prompts", str(file)]
+    for options, wanted in (([], "the cat"), (["--columns={prompt: ask}"], "a day"), (["--columns={}"], "the cat")):
+        assert main([*given, *options]) == 2
+        assert read.pop() == [wanted]
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ("{prompt: ask}", "--prompts: {file} has no column ask, which should be its prompt; its columns are: question, "
+         "input. Correct it in --columns"),
+        ("{prompt: question}", None),
+        ("{}", "Rename one, or name it by --columns: {{prompt: …}}"),
+        ("{promt: question}", "--columns: got {{promt: question}}, wanted names of columns by ours (prompt, "),
+        ("{prompt: 3}", "--columns: got {{prompt: 3}}, wanted names of columns by ours (prompt, "),
+        ("question", "--columns: got question, wanted names of columns by ours (prompt, "),
+        ("{prompt: [", "argument --columns: got {{prompt: [, which is not YAML: "),
+    ],
+)
+def test_mistakes_in_the_columns_of_a_command(trained, tmp_path, capsys, command, columns, message):
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps({"question": 3, "input": "more"}) + "\n")
+    assert main([command, str(trained), "--prompts", str(file), f"--columns={columns}"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert (message or "the prompt is a int").format(file=file) in told
+    assert "data." not in told
+
+
+def test_half_of_an_alpaca_prompt_is_refused_for_a_command(trained, tmp_path, capsys):
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps({"instruction": "the", "input": "cat"}) + "\n")
+    assert main(["generate", str(trained), "--prompts", str(file), "--columns={prompt: instruction}"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "join the two in one column; if it is something else, rename it" in told and "data." not in told
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -211,8 +260,8 @@ def test_limits_and_system_prompts_of_a_command_name_its_options(folder, trained
 
 
 def test_a_split_without_prompts_is_refused(trained):
-    for part in ({"split": "test"}, {"subset": "main"}):
-        with pytest.raises(ConfigError, match=r"^--split and --subset choose from --prompts, which is missing"):
+    for part in ({"split": "test"}, {"subset": "main"}, {"columns": {"prompt": "question"}}):
+        with pytest.raises(ConfigError, match=r"^--split, --subset and --columns say how --prompts are read, "):
             evaluate_path(trained, **part)
 
 

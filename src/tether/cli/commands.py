@@ -147,7 +147,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser = _parser("evaluate", about)
     parser.add_argument("run", type=local_place, help="output folder of a run, or a checkpoint in it")
     parser.add_argument("--prompts", type=place, help="prompts to answer (default: the run's held-out prompts)")
-    _reads_part(parser, "--prompts", default=None)
+    _reads_as(parser, "--prompts", default=None)
     parser.add_argument("-o", "--output", type=local_place, help="JSONL file for answers and scores")
     parser.add_argument("--metrics", type=local_place, help="JSON file for the metrics, with what was measured")
     given = parser.parse_args(arguments)
@@ -156,7 +156,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     from tether.inference.evaluate import evaluate_path
 
     with RunDisplay() as display:
-        options = {"split": given.split, "subset": given.subset, "output": given.output, "metrics": given.metrics}
+        options = _how_read(given) | {"output": given.output, "metrics": given.metrics}
         result = evaluate_path(given.run, given.prompts, **options, display=display)
         display.samples(result.samples)
         display.table("evaluation", ["metric", "value"], list(result.metrics.items()))
@@ -168,7 +168,7 @@ def generate(arguments: Sequence[str]) -> int:
     parser = _parser("generate", "Answers prompts with a run's policy or any model; one JSON line per answer.")
     parser.add_argument("model", type=place, help="output folder of a run, a model or adapter folder, or a hub id")
     parser.add_argument("--prompts", type=place, required=True, help="prompts to answer")
-    _reads_part(parser, "--prompts", default="train")
+    _reads_as(parser, "--prompts", default="train")
     parser.add_argument(
         "-o", "--output", type=local_place, help="JSONL file for the answers (default: standard output)"
     )
@@ -198,8 +198,7 @@ def generate(arguments: Sequence[str]) -> int:
         rows = generate_path(
             given.model,
             given.prompts,
-            split=given.split,
-            subset=given.subset,
+            **_how_read(given),
             output=given.output,
             response_length=given.response_length,
             max_prompt_length=given.max_prompt_length,
@@ -227,7 +226,7 @@ def score(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "file", type=place, metavar="FILE", help="chosen and rejected, or response, with prompt in each row"
     )
-    _reads_part(parser, "FILE", default="train")
+    _reads_as(parser, "FILE", default="train")
     parser.add_argument("-o", "--output", type=local_place, help="JSONL file for the rows with their scores")
     parser.add_argument("--metrics", type=local_place, help="JSON file for the numbers shown, with what was measured")
     given, overrides = parser.parse_known_args(arguments)
@@ -240,7 +239,7 @@ def score(arguments: Sequence[str]) -> int:
     from tether.inference.scoring import score_file
 
     with RunDisplay() as display:
-        options = {"split": given.split, "subset": given.subset, "output": given.output, "metrics": given.metrics}
+        options = _how_read(given) | {"output": given.output, "metrics": given.metrics}
         scored = score_file(config, given.file, **options, display=display)
         for text in scored.seen:
             display.message(text)
@@ -412,11 +411,35 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(f"tether {command}", description=description, allow_abbrev=False)
 
 
-def _reads_part(parser: argparse.ArgumentParser, source: str, *, default: str | None) -> None:
-    """Adds the options for the part of ``source`` to read; without a default split, it may be the run's."""
+def _reads_as(parser: argparse.ArgumentParser, source: str, *, default: str | None) -> None:
+    """Adds the options for how ``source`` is read; without a default split, it may be the run's."""
     told = default or "train, or as in the run"
     parser.add_argument("--split", default=default, help=f"split to read where {source} has several (default: {told})")
     parser.add_argument("--subset", help="subset to read where a hub dataset or a folder has several")
+    parser.add_argument(
+        "--columns",
+        type=_columns,
+        metavar="NAMES",
+        help="columns that are called something else, as data.columns: '{prompt: question}'",
+    )
+
+
+def _how_read(given: argparse.Namespace) -> dict[str, Any]:
+    """Values of these options, as arguments."""
+    return {"split": given.split, "subset": given.subset, "columns": given.columns}
+
+
+def _columns(word: str) -> dict[str, str]:
+    """Names of columns by ours; argparse shows the error after the option's name."""
+    from tether.config import text
+    from tether.config.chat import check_columns
+
+    try:
+        names = text.parse(word).data
+    except text.TextError as error:
+        raise argparse.ArgumentTypeError(f"got {word}, which is not YAML: {error}") from error
+    check_columns(names)
+    return names
 
 
 def _positive(word: str) -> int:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, TypeAdapter, ValidationError, model_validator
 
 from tether.config.base import Section
+from tether.config.keys import shown
+from tether.errors import ConfigError
 
 Sources = str | Annotated[list[str], Field(min_length=1)]
 """One dataset, or several that are joined."""
@@ -17,6 +19,10 @@ Sources = str | Annotated[list[str], Field(min_length=1)]
 
 COLUMNS = ("prompt", "messages", "completion", "text", "chosen", "rejected", "system", "tools", "chat_template_kwargs")
 """Columns that are read here by their names."""
+
+
+COLUMNS_OPTION = "--columns"
+"""The option of commands for the names of columns."""
 
 
 def _known(columns: dict[str, str]) -> dict[str, str]:
@@ -27,6 +33,17 @@ def _known(columns: dict[str, str]) -> dict[str, str]:
 
 Columns = Annotated[dict[str, str], AfterValidator(_known)]
 """Our names of columns, each with the one that a source has for it."""
+
+
+def check_columns(columns: Any) -> None:
+    """Raises ``ConfigError`` unless ``columns`` maps names of ours to names of columns; None leaves them out."""
+    try:
+        TypeAdapter(Columns | None).validate_python(columns, strict=True)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{COLUMNS_OPTION}: got {shown(columns)}, wanted names of columns by ours ({', '.join(COLUMNS)}), as in "
+            "{prompt: question}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -44,8 +61,12 @@ class DataSource:
     revision: str | None = None
     """Branch, tag or commit of hub datasets."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """The datasets' column names by ours, where they differ. In a run's own data they take precedence over a column
-    with our name; in data named on the command line, that column does."""
+    """The datasets' column names by ours, where they differ; they take precedence over a column with our name."""
+    columns_key: str | None = None
+    """The configuration key or the option that names columns of this dataset, for messages; None if there is none."""
+    has_columns_of_run: bool = False
+    """Whether ``columns`` name those of a run's own data, while the dataset is named on the command line: it may lack
+    them, and a column with our name takes precedence."""
     dataset_dir: str | None = None
     """Folder of a ``dataset_info.json``, whose entries ``given`` then names; they say split, subset and columns."""
     max_samples: int | None = None
@@ -131,6 +152,7 @@ class DataKeys(ChatKeys):
             subset=getattr(self, f"{prefix}subset"),
             revision=getattr(self, f"{prefix}revision"),
             columns=self.ptx_columns if prefix == "ptx_" else self.columns,
+            columns_key=f"data.{'ptx_' if prefix == 'ptx_' else ''}columns",
             dataset_dir=self.dataset_dir,
             max_samples=self.max_samples,
             drop_bad_rows=self.drop_bad_rows,

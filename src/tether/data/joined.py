@@ -46,7 +46,7 @@ def read_datasets(source: DataSource) -> Rows:
     for dataset in source.datasets:
         if source.dataset_dir is None:
             which = {"split": source.split, "subset": source.subset, "revision": source.revision}
-            table = _renamed(read_rows(dataset, **which, key=key, max_rows=source.max_samples), source.columns, key)
+            table = _renamed(read_rows(dataset, **which, key=key, max_rows=source.max_samples), source)
         else:
             table = read_entry(source.dataset_dir, dataset, key, max_rows=source.max_samples)
         if not table.rows and not table.bad:
@@ -61,26 +61,27 @@ def read_datasets(source: DataSource) -> Rows:
     return Rows(", ".join(table.name for table in tables), rows, places=places, bad=bad)
 
 
-def _renamed(table: Rows, columns: Mapping[str, str], key: str) -> Rows:
-    """The rows with our names for columns that the source names differently. Sources named on the command line may lack
-    these columns, which belong to the run's own sources, and keep those that already have our names."""
-    names, is_of_run = column_names(table.rows), key.startswith("data.")
+def _renamed(table: Rows, source: DataSource) -> Rows:
+    """The rows with our names for columns that the source names differently. If these belong to a run's own sources,
+    this one may lack them, and keeps columns that already have our names."""
+    names, columns, key, is_strict = column_names(table.rows), source.columns, source.key, not source.has_columns_of_run
     for ours, theirs in columns.items():
-        if table.rows and ours not in names and theirs not in names and is_of_run:
+        if table.rows and ours not in names and theirs not in names and is_strict:
             raise DataError(
                 f"{key}: {table.name} has no column {theirs}, which should be its {ours}; its columns are: "
-                f"{', '.join(names)}. Correct it in data.{'ptx_' if key == 'data.ptx' else ''}columns"
+                f"{', '.join(names)}. Correct it in {source.columns_key}"
             )
     if not columns:
         return table
     has_input = "input" not in columns.values() and any(is_given(row.get("input")) for row in table.rows)
-    if is_of_run and columns.get("prompt") == "instruction" and has_input:
+    if is_strict and columns.get("prompt") == "instruction" and has_input:
+        describe = ", or describe the dataset in a dataset_info.json and name its folder as data.dataset_dir"
         raise DataError(
             f"{key}: {table.name} has a column input besides instruction, as alpaca's format, where both make up the "
-            "prompt, and it would be lost: join the two in one column, or describe the dataset in a dataset_info.json "
-            "and name its folder as data.dataset_dir; if it is something else, rename it"
+            f"prompt, and it would be lost: join the two in one column{describe * key.startswith('data.')}; if it is "
+            "something else, rename it"
         )
-    return replace(table, rows=[_renamed_row(row, columns, keeps_ours=not is_of_run) for row in table.rows])
+    return replace(table, rows=[_renamed_row(row, columns, keeps_ours=not is_strict) for row in table.rows])
 
 
 def _renamed_row(row: Row, columns: Mapping[str, str], *, keeps_ours: bool) -> Row:

@@ -68,7 +68,7 @@ def load_judged(source: DataSource, *, is_chat: bool) -> JudgedData:
     def read(plain: list[Row], places: list[str], _: Sequence[int]) -> JudgedData:
         names = column_names(plain)
         is_pairs = {"chosen", "rejected"} <= set(names)
-        usual = "" if is_pairs else _answer_column(table, names, key)
+        usual = "" if is_pairs else _answer_column(table, names, source)
         answers = [] if is_pairs else [_own_answer_column(row) or usual for row in plain]
         used = {"prompt", "chosen", "rejected"} if is_pairs else {"prompt", *answers}
         columns = [name for name in names if name not in used]
@@ -110,12 +110,13 @@ def _own_answer_column(row: Row) -> str | None:
     return next((name for name, value in values.items() if is_given(value) or (may_be_empty and value == "")), None)
 
 
-def _answer_column(table: Rows, names: list[str], key: str) -> str:
+def _answer_column(table: Rows, names: list[str], source: DataSource) -> str:
     """The column that holds the answers."""
     for name in ANSWER_COLUMNS:
         if name in names:
             return name
+    named = f", or name them by {source.columns_key}: {{prompt: …, completion: …}}" if source.columns_key else ""
     raise DataError(
-        f"{key}: {table.name} has neither chosen and rejected nor {' nor '.join(ANSWER_COLUMNS)}; its columns are: "
-        f"{', '.join(names)}. Rename them"
+        f"{source.key}: {table.name} has neither chosen and rejected nor {' nor '.join(ANSWER_COLUMNS)}; its columns "
+        f"are: {', '.join(names)}. Rename them{named}"
     )

@@ -60,7 +60,7 @@ def load_prompts(source: DataSource, form: QueryFormat, limit: Limit) -> PromptD
     name = f"{key}: {table.name}"
 
     def read(rows: list[Row], places: list[str], numbers: Sequence[int]) -> PromptData:
-        way_out = "Rename one" + ", or name it by data.columns: {prompt: …}" * key.startswith("data.")
+        way_out = "Rename one" + (f", or name it by {source.columns_key}: {{prompt: …}}" if source.columns_key else "")
         used = columns_used(rows, _column, name, "has no column prompt or messages", way_out)
         others = [column for column in column_names(rows) if column not in used and column != "prompt"]
         sources = every(_checked_source, places, rows, used)

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tether.algo import ScoreMoments
-from tether.config.chat import DataSource
+from tether.config.chat import check_columns
 from tether.config.rewards import measured_norms
 from tether.config.schema import RunConfig
 from tether.data.bad_rows import Limit
@@ -18,6 +18,7 @@ from tether.data.queries import PROMPTS_OPTION, QueryFormat
 from tether.data.sources import check_source
 from tether.data.splits import whole_splits
 from tether.errors import ConfigError
+from tether.inference.options import named_source
 from tether.inference.output import check_outputs, kept, write_metrics
 from tether.inference.saved import run_config
 from tether.machine.distributed import Dist
@@ -51,6 +52,7 @@ def evaluate_path(
     *,
     split: str | None = None,
     subset: str | None = None,
+    columns: dict[str, str] | None = None,
     output: str | Path | None = None,
     metrics: str | Path | None = None,
     display: Display | None = None,
@@ -65,6 +67,7 @@ def evaluate_path(
         prompts: prompts to answer; the run's held-out prompts if omitted.
         split, subset: split and subset to read if ``prompts`` has several; by default the split that the run's
             held-out prompts are from.
+        columns: the file's column names by ours, as ``data.columns``; default: the run's, as far as the file has them.
         output: file for the samples, in the format of samples.jsonl.
         metrics: JSON file for the metrics, with the run, the prompts (null: the run's held-out ones) and the settings.
 
@@ -76,7 +79,8 @@ def evaluate_path(
     run, display = Path(run), display or NullDisplay()
     prompts = None if prompts is None else str(prompts)
     asked = _config(run)
-    _check_prompts(run, asked, prompts, split, subset)
+    check_columns(columns)
+    _check_prompts(run, asked, prompts, split=split, subset=subset, columns=columns)
     check_model_path(str(run), str(run))
     output, metrics = check_outputs(output, metrics)
     check_rewards(asked.rewards)
@@ -84,7 +88,7 @@ def evaluate_path(
     has_norms = config.ppo.score_norm is not None or measured_norms(config.rewards)
     moments, sources = read_norms(run) if has_norms else (ScoreMoments(), {})
     tokenizer = load_tokenizer(str(run), trust_remote_code=config.model.trust_remote_code)
-    data = _prompts(config, tokenizer, prompts, split, subset)
+    data = _prompts(config, tokenizer, prompts, split, subset, columns)
     if data.num_too_long or data.num_bad:
         display.message(f"prompts: {data.note}")
     _check_lengths(run, config, data)
@@ -108,6 +112,7 @@ def evaluate_path(
             prompts=prompts,
             split=split,
             subset=subset,
+            columns=columns,
             num_prompts=len(samples),
             seed=asked.train.seed,
             metrics=numbers,
@@ -134,12 +139,19 @@ def _config(run: Path) -> RunConfig:
     return config
 
 
-def _check_prompts(run: Path, config: RunConfig, prompts: str | None, split: str | None, subset: str | None) -> None:
-    """Raises ``ConfigError`` or ``DataError`` if there are no prompts to answer, without reading any."""
+def _check_prompts(run: Path, config: RunConfig, prompts: str | None, **how: Any) -> None:
+    """Raises ``ConfigError`` or ``DataError`` if there are no prompts to answer, without reading any.
+
+    Args:
+        how: values of the options that say how ``prompts`` are read; None where they were left out.
+    """
     if prompts is not None:
         check_source(prompts, PROMPTS_OPTION)
-    elif split is not None or subset is not None:
-        raise ConfigError("--split and --subset choose from --prompts, which is missing: add it, or leave them out")
+    elif any(value is not None for value in how.values()):
+        *first, last = (f"--{name}" for name in how)
+        raise ConfigError(
+            f"{', '.join(first)} and {last} say how --prompts are read, which is missing: add it, or leave them out"
+        )
     elif not config.data.has_eval:
         raise ConfigError(f"{run}: its run has no held-out prompts; name a file with --prompts")
 
@@ -155,14 +167,20 @@ def _reduced(config: RunConfig) -> RunConfig:
 
 
 def _prompts(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: str | None, split: str | None, subset: str | None
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: str | None,
+    split: str | None,
+    subset: str | None,
+    columns: dict[str, str] | None,
 ) -> PromptData:
     """The prompts to answer: those that are named, or the run's held-out ones."""
     if prompts is None:
         return load_prompt_sets(config, tokenizer)[1]
     data = config.data
     split = split or whole_splits(data.eval_split)  # held-out parts only exist in the run's own prompts
-    source = DataSource(prompts, PROMPTS_OPTION, split=split, subset=subset, columns=data.columns)
+    named = {"columns": columns, "of_run": data.columns}
+    source = named_source(prompts, PROMPTS_OPTION, split=split, subset=subset, **named)
     limit = Limit(data.max_prompt_length, "the run's data.max_prompt_length")
     return load_prompts(source, QueryFormat(tokenizer, **data.chat), limit)
 

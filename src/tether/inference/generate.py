@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from tether.config.chat import DataSource
+from tether.config.chat import check_columns
 from tether.config.schema import RunConfig
 from tether.data.bad_rows import Limit
 from tether.data.prompts import load_prompts
@@ -17,7 +17,7 @@ from tether.data.queries import PROMPTS_OPTION, QueryFormat
 from tether.data.sources import check_source
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
-from tether.inference.options import check_options
+from tether.inference.options import check_options, named_source
 from tether.inference.output import check_output, kept
 from tether.inference.saved import DEFAULT_LENGTH, chat_keys, load_saved_policy, policy_config
 from tether.models.fit import check_positions, steady_positions, steady_positions_told
@@ -36,6 +36,7 @@ def generate_path(
     *,
     split: str = "train",
     subset: str | None = None,
+    columns: dict[str, str] | None = None,
     output: str | Path | None = None,
     response_length: int | None = None,
     max_prompt_length: int | None = None,
@@ -53,6 +54,7 @@ def generate_path(
         model: folder or hub id.
         prompts: prompts to answer.
         split, subset: split and subset to read if ``prompts`` has several; parts of a split as ``train[:100]``.
+        columns: the file's column names by ours, as ``data.columns``; default: the run's, as far as the file has them.
         output: JSONL file for the answers.
         response_length: maximum number of tokens of an answer; default: the run's, or 256.
         max_prompt_length: maximum number of tokens of a query; default: the run's, or what the model's positions leave
@@ -71,6 +73,7 @@ def generate_path(
     """
     model, prompts, display = str(model), str(prompts), display or NullDisplay()
     check_options(response_length=response_length, max_prompt_length=max_prompt_length, temperature=temperature)
+    check_columns(columns)
     check_model_path(model, "model", takes_gguf=True)
     check_source(prompts, PROMPTS_OPTION)
     output = check_output(output)
@@ -85,8 +88,8 @@ def generate_path(
     longest_prompt = max_prompt_length or (
         run.data.max_prompt_length if run else _room_for_prompts(shape, longest_answer)
     )
-    columns = config.data.columns if config else {}
-    source = DataSource(prompts, PROMPTS_OPTION, split=split, subset=subset, columns=columns)
+    of_run = config.data.columns if config else None
+    source = named_source(prompts, PROMPTS_OPTION, split=split, subset=subset, columns=columns, of_run=of_run)
     data = load_prompts(source, QueryFormat(tokenizer, **chat), Limit(longest_prompt, "--max_prompt_length"))
     if data.num_too_long:
         display.message(f"prompts: {data.note}")

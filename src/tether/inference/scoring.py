@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tether.config.chat import DataSource, present, with_now
+from tether.config.chat import check_columns, present, with_now
 from tether.config.keys import counted
 from tether.config.load import check_kind
 from tether.config.rewards import OwnModelReward, sources_of
@@ -19,6 +19,7 @@ from tether.data.pairs import pair_accuracy
 from tether.data.sources import check_source
 from tether.errors import DataError, RewardResponseError
 from tether.inference.judges import Judges, PolicyReader, check_sources, load_judges, load_reader
+from tether.inference.options import named_source
 from tether.inference.output import check_outputs, kept, write_metrics
 from tether.report.read import is_missing_share
 from tether.rewards.build import check_contents, check_reward_columns, try_sources
@@ -68,6 +69,7 @@ def score_file(
     *,
     split: str = "train",
     subset: str | None = None,
+    columns: dict[str, str] | None = None,
     output: str | Path | None = None,
     metrics: str | Path | None = None,
     display: Display | None = None,
@@ -79,6 +81,7 @@ def score_file(
     Args:
         file: a file that ``load_judged`` can read.
         split, subset: those to read if ``file`` has several.
+        columns: the file's column names by ours, as ``data.columns``.
         output: JSONL file for the rows.
         metrics: JSON file for what the tables show, with the file and the sources.
 
@@ -89,11 +92,13 @@ def score_file(
     """
     check_kind(config, SourceConfig, "score_file", "load_sources(path)")
     file, display, config = str(file), display or NullDisplay(), with_now(config, present())
+    check_columns(columns)
     check_source(file, "FILE")
     output, metrics = check_outputs(output, metrics)
     check_sources(config)
     reader = load_reader(config)
-    data = load_judged(DataSource(file, "FILE", split=split, subset=subset), is_chat=reader.is_chat)
+    source = named_source(file, "FILE", split=split, subset=subset, columns=columns)
+    data = load_judged(source, is_chat=reader.is_chat)
     check_reward_columns(config.rewards, data.columns)
     check_contents(config.rewards, ((row.prompt or "", row.columns, row.place) for row in data.rows))
     answers = [(row, answer) for row in data.rows for answer in row.answers]
@@ -121,6 +126,7 @@ def score_file(
             file=file,
             split=split,
             subset=subset,
+            columns=columns,
             num_answers=len(answers),
             metrics=of_sources,
             by_length=by_length,

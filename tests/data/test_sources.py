@@ -375,6 +375,16 @@ def test_a_hub_id_is_loaded_by_datasets(monkeypatch):
     assert table.where(1) == "org/prompts (split test), row 1"
 
 
+def test_what_is_read_from_the_hub_is_told_as_it_may_take_long(tmp_path, monkeypatch, caplog):
+    told = "reading the dataset org/prompts from the hub (HF_HUB_OFFLINE=1 reads its cache alone)"
+    with caplog.at_level("INFO", logger="tether"):
+        for is_offline, shown in ((True, []), (False, [told])):
+            monkeypatch.setattr("tether.data.sources.HF_HUB_OFFLINE", is_offline)
+            with pytest.raises(DataError, match="cannot be loaded"):
+                read_rows("org/prompts", split="train", key="k")
+            assert caplog.messages == shown
+
+
 def test_a_revision_of_a_hub_dataset_is_asked_for_everywhere_and_named(monkeypatch):
     asked = []
 

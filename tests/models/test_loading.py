@@ -574,6 +574,27 @@ def test_hub_ids_are_let_through_unless_offline_and_unknown(monkeypatch):
             check_model_path(path, "value.init")
 
 
+def test_what_is_read_from_the_hub_is_told_once_as_it_may_take_long(tmp_path, monkeypatch, caplog):
+    def asked(path, **_):
+        raise OSError("no network")
+
+    def told(path):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="tether"), pytest.raises(ModelError, match="no network"):
+            load_config(path)
+        return caplog.messages
+
+    monkeypatch.setattr("tether.models.loading.AutoConfig.from_pretrained", asked)
+    assert told("org/told") == []  # offline, nothing is waited for
+    monkeypatch.setattr("tether.models.paths.HF_HUB_OFFLINE", False)
+    assert told("org/told") == ["reading the model org/told from the hub (HF_HUB_OFFLINE=1 reads its cache alone)"]
+    assert told("org/told") == []
+    assert told(str(save_model(tmp_path / "model"))) == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert told("org/told_by_the_first_process") == []
+
+
 def test_copies_are_the_same_model(tmp_path):
     model = save_model(tmp_path / "model")
     copied = shutil.copytree(model, tmp_path / "copied")

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import gzip
 import json
+import logging
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +16,18 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.constants import HF_HUB_OFFLINE
+
 from tether.config.chat import part_key
+from tether.config.launched import rank
 from tether.config.places import why_not_there
 from tether.data.splits import Part, is_whole, rows_read, split_parts
 from tether.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 
@@ -362,6 +368,8 @@ def _loaded_rows(
 ) -> Rows:
     import datasets
 
+    if folder is None and not HF_HUB_OFFLINE and rank() == 0:
+        logger.info("reading the dataset %s from the hub (HF_HUB_OFFLINE=1 reads its cache alone)", source)
     location = folder or source
     within = _given(data_dir=data_dir, revision=revision)
     try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -18,9 +20,12 @@ from peft import PeftConfig
 from safetensors import SafetensorError, safe_open
 from transformers.utils import find_adapter_config_file
 
+from tether.config.launched import rank
 from tether.config.places import why_not_there
 from tether.errors import ModelError
 from tether.models.gguf import check_gguf, gguf_source
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base"
@@ -219,7 +224,10 @@ def some_of(names: Sequence[str]) -> str:
 
 @contextmanager
 def model_errors(path: str) -> Iterator[None]:
-    """Turns errors that libraries raise about a model's files into a ``ModelError`` that names ``path``."""
+    """A context in which files of a model are read, from the hub too, of which the log then tells. Errors that
+    libraries raise about them become a ``ModelError`` that names ``path``."""
+    if not HF_HUB_OFFLINE and _HUB_ID.fullmatch(path) and not Path(path).exists():
+        _tell_of_hub(path)
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -233,3 +241,10 @@ def model_errors(path: str) -> Iterator[None]:
         if isinstance(error, UNTOLD):  # by a library that took a value of the files as it is
             told = f"its files cannot be read ({type(error).__name__}: {told}); wanted those of a model as saved"
         raise ModelError(f"{path}: {told}") from error
+
+
+@cache
+def _tell_of_hub(name: str) -> None:
+    """Logs once what is waited for: without a network, huggingface_hub tries for more than a minute."""
+    if rank() == 0:
+        logger.info("reading the model %s from the hub (HF_HUB_OFFLINE=1 reads its cache alone)", name)

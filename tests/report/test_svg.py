@@ -135,6 +135,29 @@ def test_a_path_needs_neither_points_nor_marks_of_both_kinds():
     assert path_chart([(1.0, 1.0)], ["only"], [], label="x", x_label="KL").count("<title>only") == 1
 
 
+@pytest.mark.parametrize("end", [(0.1, 1.05), (0.0, 1.0), (0.3, 1.0), (0.05, 0.9), (3.0, 1.0)])
+@pytest.mark.parametrize("kept", [None, (0.15, 1.1), (0.0, 1.0)])
+@pytest.mark.parametrize("offset", [0.0, 4.0])
+def test_names_of_marks_do_not_cover_each_other(end, kept, offset):
+    """In a short run, all evaluations may be close."""
+    placed = [((0.0, 1.0), "start"), *([(kept, "kept")] if kept else []), (end, "end"), ((5.0, 2.0), "")]
+    marks = [Mark(kl + offset, score, name, name) for (kl, score), name in placed]
+    svg = path_chart([], [], [*marks, Mark(0.0, 0.0, "", "")], label="x", x_label="KL")
+    shown = re.findall(r'<text class="note" text-anchor="(start|end)" x="([\d.]+)" y="([\d.]+)">(\w+)<', svg)
+    assert [name for *_, name in shown] == [name for _, name in placed if name]
+    boxes = []
+    for anchor, x, y, name in shown:
+        left, baseline = float(x) - (6 * len(name) if anchor == "end" else 0), float(y)
+        boxes.append((left, baseline - 10, left + 6 * len(name), baseline + 2))
+        assert left >= 0 and left + 6 * len(name) <= WIDTH and 8 <= baseline <= HEIGHT - 30
+    circles = [tuple(map(float, at)) for at in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="5"', svg)]
+    assert len(circles) == len(marks) + 1
+    boxes += [(cx - 4, cy - 4, cx + 4, cy + 4) for cx, cy in set(circles)]
+    for i, (left, top, right, bottom) in enumerate(boxes[: len(shown)]):
+        for other in boxes[i + 1 :]:
+            assert right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top, (shown, circles)
+
+
 def test_everything_lies_inside_the_drawing():
     xs = list(range(0, 300))
     svg = line_chart([Line("long", xs, [1e5 * math.cos(x) for x in xs])], label="x")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from tether.report.markup import Html, element, join
 from tether.report.text import number
@@ -17,6 +18,7 @@ from tether.report.text import number
 WIDTH, HEIGHT = 400, 232
 MAX_POINTS = 120
 _TOP, _RIGHT, _BOTTOM = 10, 12, 38
+_MARK, _LINE, _LETTER = 5, 14, 6.4  # radius of a mark; height of a line of its name, and at most of a letter's width
 _MARKED = 40  # up to this many, every point gets a dot
 
 
@@ -194,7 +196,7 @@ def path_chart(
         dot = element("circle", cx=_fmt(x(a)), cy=_fmt(y(b)), r=3, class_="dot c1", opacity=opacity)
         parts.append(element("g", dot, element("title", title), class_="h"))
     parts += [_mark(mark, x, y) for mark in marks]
-    parts += [_mark_name(mark, x, y) for mark in marks if mark.name]
+    parts += _mark_names(marks, x, y)
     return _svg(label, parts)
 
 
@@ -356,17 +358,52 @@ def _hover_columns(
 
 
 def _mark(mark: Mark, x: Scale, y: Scale) -> Html:
-    circle = element("circle", cx=_fmt(x(mark.x)), cy=_fmt(y(mark.y)), r=5, class_=f"mark c{mark.color}")
+    circle = element("circle", cx=_fmt(x(mark.x)), cy=_fmt(y(mark.y)), r=_MARK, class_=f"mark c{mark.color}")
     title = f"{mark.title}\nKL: {number(mark.x)}\nscore: {number(mark.y)}"
     return element("g", circle, element("title", title), class_="h")
 
 
-def _mark_name(mark: Mark, x: Scale, y: Scale) -> Html:
-    """The name of a mark, on the side with room for it."""
-    at, height = x(mark.x), y(mark.y)
-    in_right_half, at_top = at > (x.start + x.end) / 2, height < _TOP + 16
-    place = {"x": _fmt(at + (-9 if in_right_half else 9)), "y": _fmt(height + (17 if at_top else -8))}
-    return element("text", mark.name, class_="note", text_anchor="end" if in_right_half else "start", **place)
+def _mark_names(marks: Sequence[Mark], x: Scale, y: Scale) -> list[Html]:
+    """The names of marks, each at the first place beside its mark where it covers no mark and no name before it."""
+    places = [(x(mark.x), y(mark.y)) for mark in marks]
+    taken = [_Box(at - _MARK, height - _MARK, at + _MARK, height + _MARK) for at, height in places]
+    parts = []
+    for mark, (at, height) in zip(marks, places, strict=True):
+        if not mark.name:
+            continue
+        boxes = _name_boxes(mark.name, at, height, x, y)
+        box = next((box for box in boxes if not any(box.covers(other) for other in taken)), boxes[0])
+        taken.append(box)
+        is_left = box.right < at
+        place = {"x": _fmt(box.right if is_left else box.left), "y": _fmt(box.bottom - 3)}
+        parts.append(element("text", mark.name, class_="note", text_anchor="end" if is_left else "start", **place))
+    return parts
+
+
+def _name_boxes(name: str, at: float, height: float, x: Scale, y: Scale) -> list[_Box]:
+    """Where the name of a mark may stand: towards the middle before outwards, above before below, near before far."""
+    width, gap = _LETTER * len(name), _MARK + 4
+    sides = [at + gap, at - gap - width]
+    if at > (x.start + x.end) / 2:
+        sides.reverse()
+    bottoms = [height + step for far in range(4) for step in (-_MARK - far * _LINE, 20 + far * _LINE)]
+    boxes = [_Box(left, bottom - _LINE, left + width, bottom) for bottom in bottoms for left in sides]
+    top, bottom = _TOP - 4, y.start
+    return [b for b in boxes if b.left >= x.start and b.right <= WIDTH and b.top >= top and b.bottom <= bottom]
+
+
+class _Box(NamedTuple):
+    """A rectangle of the drawing."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def covers(self, other: _Box) -> bool:
+        """Whether the two share more than an edge."""
+        apart = other.right <= self.left or self.right <= other.left
+        return not apart and other.top < self.bottom and self.top < other.bottom
 
 
 def _update_ticks(x: Scale) -> list[float]:

@@ -57,6 +57,17 @@ def test_the_parser_of_transformers_takes_them(tmp_path):
         HfArgumentParser(PPOConfig).parse_args([*command, "--kl_estimator", "k2"])
 
 
+def test_a_learning_rate_of_0_leaves_the_policy_as_it_is(tmp_path):
+    """By which scripts check that every ratio is 1."""
+    ppo = trainer(tmp_path, args=arguments(tmp_path, learning_rate=0.0))
+    before = {name: weight.clone() for name, weight in ppo.model.policy.state_dict().items()}
+    ppo.train()
+    rows = [row for row in ppo.state.log_history if "val/ratio" in row]
+    assert len(rows) == 2 and all((row["val/ratio"], row["val/ratio_var"]) == (1, 0) for row in rows)
+    after = ppo.model.policy.state_dict()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
 def test_every_argument_is_read_refused_or_said_to_be_inert():
     folder = Path(tether.compat.trl.__file__).parent
     source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))

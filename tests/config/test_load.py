@@ -297,7 +297,7 @@ class TestProblems:
             "line 9: train.bf16: got yes, wanted true or false or null",
             "line 10: train.warmup_ratio: got 2, wanted a number from 0 to 1",
             "line 11: train.report_to: got 5, wanted text or a list of text",
-            "line 12: train.learning_rate: got inf, which is not finite; wanted a number above 0 or null",
+            "line 12: train.learning_rate: got inf, which is not finite; wanted a number of at least 0 or null",
             "line 14: ppo: missing_eos_penalty (1.0) subtracts and missing_eos_score (-1.0) replaces: set one of them",
             "line 15: output_dir: got null, wanted a path",
             "data: missing; wanted a group of keys (The prompts.)",

@@ -27,8 +27,7 @@ from tether.rewards.fake import FakeRewards
 from tether.train.optim import PassOptimizer
 from tether.train.run import train_policy
 
-STILL = {"train__learning_rate": 1e-30, "train__lr_scheduler_type": "constant"}
-"""A learning rate that moves no float32 weight."""
+STILL = {"train__learning_rate": 0.0, "train__lr_scheduler_type": "constant"}
 PRECISIONS = {"float32": {}, "bf16": {"train__bf16": True}, "fp16": {"train__fp16": True}}
 
 

@@ -517,6 +517,16 @@ def test_mistake_is_told_by_key(case):
     assert str(error.value).startswith(("train.lr_scheduler_kwargs", "train.warmup_ratio", "train.warmup_steps"))
 
 
+def test_a_rate_of_0_is_a_rate_and_not_the_default():
+    for name in ("linear", "cosine", "constant", "reduce_lr_on_plateau"):
+        config = scheduled(name, learning_rate=0.0)
+        assert config.learning_rate == config.critic_learning_rate == 0
+        check_schedule(config, 5)
+    critic = run_config().model_copy(update={"value": ValueConfig(learning_rate=0.0)})
+    assert (critic.learning_rate, critic.critic_learning_rate) == (RATE, 0)
+    check_schedule(critic, 5)
+
+
 def test_critics_learning_rate_is_checked_too():
     config = scheduled("polynomial", {"lr_end": 0.001})
     check_schedule(config, 5)
@@ -550,9 +560,9 @@ def test_the_policys_schedule_is_checked_over_the_updates_that_it_trains(kind, n
 # What is built for a run
 
 
-@pytest.mark.parametrize("kind", ["model", "head"])
-def test_one_optimizer_a_pass(tmp_path, kind):
-    own = {"value__learning_rate": 5e-3} if kind == "model" else {}
+@pytest.mark.parametrize(("kind", "rate"), [("model", 5e-3), ("model", 0.0), ("head", None)])
+def test_one_optimizer_a_pass(tmp_path, kind, rate):
+    own = {"value__learning_rate": rate} if kind == "model" else {}
     config = tiny_run(tmp_path, value__kind=kind, **own)
     tokenizer = load_tokenizer(config.model.path)
     roles = build_roles(config, tokenizer, device="cpu", autocast_dtype=None)
@@ -560,7 +570,7 @@ def test_one_optimizer_a_pass(tmp_path, kind):
     policy, critic = (list(roles.role(name).trained.values()) for name in ("policy", "value"))
     held = [(o.name, o.learning_rate, [*map(id, o.parameters)]) for o in optimizers]
     if kind == "model":
-        assert held == [("policy", 1e-3, [*map(id, policy)]), ("value", 5e-3, [*map(id, critic)])]
+        assert held == [("policy", 1e-3, [*map(id, policy)]), ("value", rate, [*map(id, critic)])]
     else:
         assert held == [("policy", 1e-3, [*map(id, [*policy, *critic])])]
     for optimizer in optimizers:

@@ -54,8 +54,9 @@ class ValueConfig(Section):
     be copied, else policy. A copy of the reward source is put on the scale of the scores that are trained on: at the
     first update the source's weight and norm, ``ppo.score_norm`` and the mean of other sources' contributions are built
     into its head. A path is taken as it is. A head initialized from the policy starts at zero."""
-    learning_rate: PositiveFloat | None = None
-    """Learning rate of the critic. Default: the policy's. Not for kind head, which shares the policy's optimizer."""
+    learning_rate: NonNegativeFloat | None = None
+    """Learning rate of the critic; 0 leaves it as it is. Default: the policy's. Not for kind head, which shares the
+    policy's optimizer."""
     warmup_steps: NonNegativeInt = 0
     """Number of updates at the beginning that train only the critic and leave the policy unchanged. Source: VC-PPO,
     https://arxiv.org/abs/2503.01491 (value pretraining)."""
@@ -352,8 +353,9 @@ class TrainConfig(Section):
     to 8 that fits the mini-batch and the processes, unless max_tokens_per_micro_batch is set."""
     max_tokens_per_micro_batch: PositiveInt | None = None
     """Instead of micro_batch_size: as many answers per pass as fit into this many tokens, padding included."""
-    learning_rate: PositiveFloat | None = None
-    """Peak learning rate of the policy. Default: 5e-5 with LoRA, 3e-6 otherwise."""
+    learning_rate: NonNegativeFloat | None = None
+    """Peak learning rate of the policy; 0 leaves it as it is, so that every ratio is 1. Default: 5e-5 with LoRA, 3e-6
+    otherwise."""
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -530,7 +532,13 @@ class RunConfig(Section):
     @property
     def learning_rate(self) -> float:
         """The policy's peak learning rate, the default resolved."""
-        return self.train.learning_rate or (5e-5 if self.model.lora else 3e-6)
+        rate = self.train.learning_rate
+        return (5e-5 if self.model.lora else 3e-6) if rate is None else rate
+
+    @property
+    def critic_learning_rate(self) -> float:
+        """The peak learning rate of a critic with an optimizer of its own, the default resolved."""
+        return self.learning_rate if self.value.learning_rate is None else self.value.learning_rate
 
     def resolved(self, *, bf16: bool, fp16: bool = False, num_processes: int = 1) -> RunConfig:
         """The same run with every default filled in that depends on other keys, on the machine or on the launch.

@@ -235,7 +235,7 @@ def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> 
         if config.data.prompts == OF_SCRIPT:
             raise
         raise DataError(f"{error}\nCorrect or remove such rows, or set {DROP_THEM} to leave them out") from error
-    notes = notes + _slow_passes(config)
+    notes = notes + _slow_passes(config) + _still(config)
     model = config.model
     base, revision = own_weights(model.path, model.revision)
     goes_on = model.lora is not None and is_adapter(model.path, model.revision)
@@ -299,6 +299,11 @@ def first_answer(data: RunData) -> RewardBatch:
     text = "Hello."
     ids = data.tokenizer(text, add_special_tokens=False)["input_ids"]
     return Answers(data.prompts.prompts[:1], [Completion(ids, "length")], [text]).reward_batch(data.tokenizer)
+
+
+def _still(config: RunConfig) -> list[str]:
+    """A warning if the run leaves the policy as it is, which is a check and no training."""
+    return ["train.learning_rate is 0: the policy stays as it is"] if config.learning_rate == 0 else []
 
 
 def _check_weights(config: RunConfig, shape: PreTrainedConfig) -> None:

@@ -193,7 +193,7 @@ def build_optimizers(config: RunConfig, roles: ModelRoles, num_updates: int) -> 
     """
     optimizers = []
     for pass_ in roles.passes:
-        rate = (config.value.learning_rate if POLICY not in pass_.trains else None) or config.learning_rate
+        rate = config.learning_rate if POLICY in pass_.trains else config.critic_learning_rate
         updates = num_updates if VALUE in pass_.trains else updates_of_policy(config, num_updates)
         optimizer = build_optimizer(config, pass_.name, pass_.parameters(), rate, updates)
         is_shared = POLICY in pass_.trains and VALUE in pass_.trains
@@ -282,9 +282,8 @@ def check_schedule(config: RunConfig, num_updates: int) -> None:
     _check_options(train)
     rates = [("train.learning_rate", config.learning_rate, of_policy)]
     if config.value_kind in ("model", "adapter"):
-        own = config.value.learning_rate
-        key = "train.learning_rate" if own is None else "value.learning_rate"
-        rates.append((key, own or config.learning_rate, num_updates))
+        key = "train.learning_rate" if config.value.learning_rate is None else "value.learning_rate"
+        rates.append((key, config.critic_learning_rate, num_updates))
     for key, rate, updates in rates:
         total_steps = _total_steps(config, updates)
         whose = "the run" if updates == num_updates else "the policy after value.warmup_steps"
@@ -369,7 +368,7 @@ def _check_rates(config: RunConfig, total_steps: int, key: str, rate: float) -> 
                     f"train.lr_scheduler_kwargs: {settings} gives learning rate {factor * rate:g} at step {step}, "
                     f"wanted from 0 to {key} {rate}"
                 )
-    elif scheduler.min_lrs[0] >= rate:
+    elif scheduler.min_lrs[0] >= rate and scheduler.min_lrs[0] > 0:
         default = "" if "min_lr" in options else ", the default"
         raise ConfigError(
             f"train.lr_scheduler_kwargs.min_lr: got {scheduler.min_lrs[0]}{default}, wanted below {key} {rate}"

@@ -1,6 +1,7 @@
 """TRL's arguments: their names, their defaults, and what becomes of each."""
 
 import dataclasses
+import importlib.util
 import inspect
 import json
 import os
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 
 import tether.compat.trl
 from tests.compat.trl_runs import arguments, trainer
 from tether.compat.trl import PPOConfig, PPOTrainer
-from tether.compat.trl.config import DERIVED, INERT, REFUSED, check_arguments, derive, run_config
+from tether.compat.trl.config import DERIVED, INERT, REFUSED, TRACKERS, check_arguments, derive, run_config
 from tether.compat.trl.former import NAMES, OF_CONFIG, OF_TRAINER
 from tether.errors import ConfigError
 from tether.machine.precision import check_precision
@@ -55,6 +57,28 @@ def test_the_parser_of_transformers_takes_them(tmp_path):
     assert args.bf16 is False
     with pytest.raises(SystemExit):
         HfArgumentParser(PPOConfig).parse_args([*command, "--kl_estimator", "k2"])
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_that_is_not_installed_is_told_before_the_script_loads_a_model(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(TRACKERS, name, (lambda: False, "the-package"))
+    told = rf"^PPOConfig\.report_to: {name} is not installed: pip install the-package, or set report_to to none$"
+    with pytest.raises(ConfigError, match=told):
+        PPOConfig(output_dir=str(tmp_path), report_to=name)
+    args = PPOConfig(output_dir=str(tmp_path), report_to="none")
+    args.report_to = [name]
+    with pytest.raises(ConfigError, match=told):
+        check_arguments(args)
+
+
+def test_every_tracker_of_transformers_that_needs_a_package_is_checked(monkeypatch):
+    with pytest.raises(ValueError, match=" is not supported, only ") as error:
+        get_reporting_integration_callbacks(["?"])
+    known = set(re.search("only (.*) are supported", str(error.value)).group(1).split(", "))
+    assert {"tensorboard", "wandb"} < known - {"kubeflow"} <= TRACKERS.keys()  # that one needs a variable
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    for name in TRACKERS.keys() - {"comet_ml", "neptune"}:  # looked for once, when transformers is imported
+        assert not TRACKERS[name][0]()
 
 
 def test_a_learning_rate_of_0_leaves_the_policy_as_it_is(tmp_path):

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import sys
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import pytest
@@ -205,6 +206,7 @@ def test_evaluations_of_other_data_have_their_own_prefix(tmp_path):
 def test_completions_are_sent_to_the_run_of_wandb(tmp_path, monkeypatch, caplog):
     sent = []
     wandb = SimpleNamespace(run=object(), log=sent.append, Table=lambda columns, data: (columns, data))
+    wandb.__spec__ = ModuleSpec("wandb", None)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(events, "get_reporting_integration_callbacks", lambda names: [])
     data = rows(tiny_tokenizer(), TEXTS[:2])
@@ -786,6 +788,18 @@ def test_only_callbacks_are_added(tmp_path):
     for wrong, name in ((None, "NoneType"), (print, "builtin_function_or_method"), (dict, "dict")):
         with pytest.raises(ConfigError, match=f"callbacks: got a list with {name}, wanted"):
             made.add_callback(wrong)
+
+
+def test_a_tracker_that_is_unknown_or_does_not_start_is_told_by_its_argument(tmp_path, monkeypatch):
+    class Unset:
+        def __init__(self):
+            raise RuntimeError("needs a variable.")
+
+    for name, found, told in (("nonsense", None, "nonsense is not supported, only "), ("x", [Unset], "needs a variab")):
+        if found:
+            monkeypatch.setattr(events, "get_reporting_integration_callbacks", lambda names, found=found: found)
+        with pytest.raises(ConfigError, match=rf"^PPOConfig\.report_to: got \['{name}'\]: {told}.*Or set it to none$"):
+            trainer(tmp_path, args=arguments(tmp_path, report_to=[name]))
 
 
 def test_report_to_starts_the_callbacks_of_transformers(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import torch
-from transformers import TrainingArguments
+from transformers import TrainingArguments, integrations
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_bf16_gpu_available
@@ -73,6 +73,22 @@ CHOICES = {
     "hub_strategy": HubStrategy, "lr_scheduler_type": SchedulerType, "optim": OptimizerNames,
 }  # fmt: skip
 """Arguments that take one of several names."""
+TRACKERS: dict[str, tuple[Callable[[], bool], str]] = {
+    "azure_ml": (integrations.is_azureml_available, "azureml-sdk"),
+    "clearml": (integrations.is_clearml_available, "clearml"),
+    "codecarbon": (integrations.is_codecarbon_available, "codecarbon"),
+    "comet_ml": (integrations.is_comet_available, "comet-ml"),
+    "dagshub": (integrations.is_dagshub_available, "dagshub mlflow"),
+    "dvclive": (integrations.is_dvclive_available, "dvclive"),
+    "flyte": (integrations.is_flytekit_available, "flytekit"),
+    "mlflow": (integrations.is_mlflow_available, "mlflow"),
+    "neptune": (integrations.is_neptune_available, "neptune"),
+    "swanlab": (integrations.is_swanlab_available, "swanlab"),
+    "tensorboard": (integrations.is_tensorboard_available, "tensorboard"),
+    "trackio": (integrations.is_trackio_available, "trackio"),
+    "wandb": (integrations.is_wandb_available, "wandb"),
+}
+"""Trackers of transformers that need a package: whether it is there, and what to install."""
 WANTED = {int: "a whole number", float: "a number", bool: "True or False"}
 """What an argument takes that is declared as one of these types, for messages."""
 
@@ -177,6 +193,7 @@ class PPOConfig(TrainingArguments):
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         super().__post_init__()
         self.torch_compile = compiles
+        check_trackers(self)  # scripts load models next
         load_whole()
 
 
@@ -243,6 +260,17 @@ def make_choices_plain(args: PPOConfig) -> None:
             raise ConfigError(f"PPOConfig.{name}: got {value!r}, wanted one of {names}") from error
 
 
+def check_trackers(args: PPOConfig) -> None:
+    """Raises ``ConfigError`` for a tracker whose package is not installed."""
+    names = [args.report_to] if isinstance(args.report_to, str) else args.report_to
+    for name in names:
+        is_available, packages = TRACKERS.get(name, (lambda: True, ""))
+        if not is_available():
+            raise ConfigError(
+                f"PPOConfig.report_to: {name} is not installed: pip install {packages}, or set report_to to none"
+            )
+
+
 def check_arguments(args: PPOConfig) -> None:
     """Raises ``ConfigError`` for arguments that a run here cannot honor, and for mutually exclusive ones."""
     for name, why in REFUSED.items():
@@ -250,6 +278,7 @@ def check_arguments(args: PPOConfig) -> None:
             raise ConfigError(f"PPOConfig.{name} {getattr(args, name)!r}: {why}; remove it")
     make_numbers_plain(args)  # a script may have set them after it made the object
     make_choices_plain(args)
+    check_trackers(args)
     if str(args.optim.value) not in OPTIMIZERS:
         raise ConfigError(
             f"PPOConfig.optim {args.optim.value}: wanted one of {', '.join(OPTIMIZERS)}; pass another as "

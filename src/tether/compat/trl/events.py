@@ -22,6 +22,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from tether.compat.trl.config import PPOConfig
 from tether.compat.trl.following import Changes
 from tether.config.schema import RunConfig
+from tether.errors import ConfigError
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import RunState
 from tether.train.display import NullDisplay
@@ -183,7 +184,19 @@ class LoggedDisplay(NullDisplay):
 
 
 def default_callbacks(args: PPOConfig, callbacks: Sequence[Any]) -> list[TrainerCallback]:
-    """The callbacks of a run: those of ``transformers`` and of ``report_to``, and the user's, objects or classes."""
+    """The callbacks of a run: those of ``transformers`` and of ``report_to``, and the user's, objects or classes.
+
+    Raises:
+        ConfigError: there is no tracker of a name in ``report_to``, or one did not start.
+    """
     progress = ShortPrinter if args.disable_tqdm else ShortProgress
-    every = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to), *callbacks, progress]
-    return [callback() if isinstance(callback, type) else callback for callback in every]
+    try:
+        trackers = _made(get_reporting_integration_callbacks(args.report_to))
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise ConfigError(f"PPOConfig.report_to: got {args.report_to}: {error} Or set it to none") from error
+    return [DefaultFlowCallback(), *trackers, *_made([*callbacks, progress])]
+
+
+def _made(callbacks: Sequence[Any]) -> list[TrainerCallback]:
+    """The callbacks as objects."""
+    return [callback() if isinstance(callback, type) else callback for callback in callbacks]

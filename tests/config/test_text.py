@@ -1,6 +1,7 @@
 """Configuration text: what is read as what, and what is refused where."""
 
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -53,6 +54,37 @@ def test_a_word_is_read_as_what_it_looks_like(written, value):
     read = text.parse(written).data
     assert read == value
     assert type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("{type:function}", "type:function is one word, as no blank follows its colon: write `type: function`"),
+        ("[{type:function, path: f.py}]", "write `type: function`"),
+        ("a: 1\nb: {c: 2, d:e:f}", "d:e:f is one word, as no blank follows its colon: write `d: e:f`"),
+        ("{a:1,b: 2}", "write `a: 1`"),
+    ],
+)
+def test_a_colon_without_a_blank_after_it_is_told(written, told):
+    with pytest.raises(text.TextError, match=re.escape(told)) as error:
+        text.parse(written)
+    assert error.value.line == written.count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("{'a:b'}", {"a:b": None}),
+        ("{a:b: }", {"a:b": None}),
+        ("{a:b: null, c}", {"a:b": None, "c": None}),
+        ("a:b:", {"a:b": None}),
+        ("{a:b: 'c'}", {"a:b": "c"}),
+        ('{"a":1}', {"a": 1}),
+        ("[a:b, http://c]", ["a:b", "http://c"]),
+    ],
+)
+def test_a_colon_within_a_word_that_has_a_value_or_quotes_is_part_of_it(written, value):
+    assert text.parse(written).data == value
 
 
 @settings(deadline=None, derandomize=True)

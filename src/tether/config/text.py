@@ -144,8 +144,17 @@ def _mapping(events: Iterator[yaml.Event], path: Path, lines: dict[Path, int]) -
         if key in mapping:
             raise TextError(line, f"{dotted(here)} is set twice, first on line {lines[here]}")
         lines[here] = line
-        mapping[key] = _node(next(events), events, here, lines)
+        value = next(events)
+        if event.style is None and ":" in key and _is_left_out(value, event):
+            name, _, rest = key.partition(":")
+            raise TextError(line, f"{key} is one word, as no blank follows its colon: write `{name}: {rest}`")
+        mapping[key] = _node(value, events, here, lines)
     return mapping
+
+
+def _is_left_out(value: yaml.Event, key: yaml.ScalarEvent) -> bool:
+    """Whether braces hold a key alone, without a colon after it."""
+    return isinstance(value, yaml.ScalarEvent) and value.start_mark.index == value.end_mark.index == key.end_mark.index
 
 
 def dotted(path: Path) -> str:

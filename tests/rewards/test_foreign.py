@@ -93,6 +93,30 @@ def test_verls_function_gets_the_other_columns_that_it_takes(source):
     check_columns(modest, ["reward_model"], "f", "rewards.0")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(data_source, solution_str, ground_truth, extra_info=None): return told(extra_info)",
+        "def f(data_sources, solution_strs, ground_truths, extra_infos): return list(map(told, extra_infos))",
+        "def f(solution_str, ground_truth, **others): return told(others['extra_info'])",
+    ],
+)
+def test_verls_function_finds_what_verl_adds_to_every_row(source, text):
+    """And nothing that a call changes in there is seen by the next one, or in the row."""
+    told = (
+        "def told(extra):\n"
+        "    turns, scores, own = extra.pop('num_turns'), extra['rollout_reward_scores'], extra.get('i', 0)\n"
+        "    scores['seen'] = extra['i'] = 1 + len(scores)\n"
+        "    return turns + 10 * own + 100 * (scores['seen'] - 1)\n"
+    )
+    made, columns = source(told + text), {"extra_info": [{"i": 3}, None]}
+    for _ in range(2):
+        assert scores(made, **VERL, **columns) == [32.0, 2.0]
+    assert columns == {"extra_info": [{"i": 3}, None]}
+    if "extra_infos" not in text:
+        assert scores(made, **VERL) == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("takes", ["prompts, completions", "solution_str, ground_truth, **others", "queries, prompts"])
 def test_a_label_that_no_argument_gets_is_told(source, takes):
     with pytest.raises(ConfigError, match=r"rewards\.0\.label: f\(.*takes columns by their own names; leave it out"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,11 @@ QUERIES = "rendered_prompts"
 """Argument in which a function gets the prompts as text, with the policy's chat template applied."""
 _TRUTH = "reward_model"
 """Column of verl's data that holds the ground truth."""
-_OTHERS = ("data_source", "extra_info")
+_EXTRA = "extra_info"
+_OTHERS = ("data_source", _EXTRA)
+_OF_ROLLOUT = {"num_turns": 2, "rollout_reward_scores": {}}
+"""What verl adds to every row's ``extra_info``: turns of the conversation, one of them the answer, and scores that its
+rollout gave; there are none here, nor in verl's own rollout of one answer."""
 
 
 def adapted(function: Function, label: str | None) -> Function | None:
@@ -79,6 +84,8 @@ def _of_verl(function: Function, plural: str) -> Function:
     def rows(completions: Sequence[Any], given: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
         for i, (completion, truth) in enumerate(zip(completions, given[_TRUTH], strict=True)):
             row = {name: given[name][i] if name in given else None for name in columns}
+            if _EXTRA in row and (row[_EXTRA] is None or isinstance(row[_EXTRA], Mapping)):
+                row[_EXTRA] = {**(row[_EXTRA] or {}), **copy.deepcopy(_OF_ROLLOUT)}
             row |= {"solution_str": _text(completion), "ground_truth": truth["ground_truth"]}
             yield {f"{name}{plural}": value for name, value in row.items()}
 

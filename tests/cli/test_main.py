@@ -267,9 +267,17 @@ class TestEnvironment:
         assert shown.stderr.startswith(f"tether: the environment variable {name}: got {words}"), shown.stderr
         assert shown.stderr.endswith("): correct or unset it\n") and shown.stderr.count("\n") == 1
 
+    def test_a_variable_that_accelerate_refuses_as_a_run_begins_is_named(self, file):
+        shown = python("-m", "tether", "ppo", file, env={**os.environ, "ACCELERATE_DYNAMO_BACKEND": "abc"})
+        told = "got 'abc', which accelerate refuses ('ABC' is not a valid DynamoBackend): correct or unset it"
+        assert shown.stderr == f"tether: the environment variable ACCELERATE_DYNAMO_BACKEND: {told}\n"
+        assert (shown.returncode, shown.stdout) == (2, "")
+
     @pytest.mark.parametrize(
         ("module", "function", "text", "is_named"),
         [
+            ("accelerate.accelerator", "__init__", "'SOON' is not a valid DynamoBackend", True),
+            ("accelerate.accelerator", "prepare", "'SOON' is not a valid DynamoBackend", False),
             ("torch.distributed", "<module>", "invalid literal: 'soon'", True),
             ("torch.distributed", "mode", "TORCH_OF_TEST must be OFF or INFO", True),
             ("torch.distributed", "mode", "invalid literal: 'soon'", False),
@@ -290,7 +298,8 @@ class TestEnvironment:
             scope[function]()
         found = refused_variable(caught.value)
         assert (found is not None) == is_named
-        assert not is_named or "the environment variable TORCH_OF_TEST: got 'soon', which torch refuses" in str(found)
+        told = f"the environment variable TORCH_OF_TEST: got 'soon', which {module.partition('.')[0]} refuses"
+        assert not is_named or told in str(found)
 
     def test_neither_what_memory_could_be_saved_by_nor_a_token_is_at_fault(self, monkeypatch):
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")

@@ -22,8 +22,9 @@ def refused_variable(error: Exception) -> ConfigError | None:
     """The error in words that name the variable, if a library raised it because of one that the user set.
 
     Libraries name the variable, or only quote its value. A value counts while a library is being imported, which is
-    when they read most of them, or in a function or module that is named after the environment. Errors of other kinds
-    (out of memory) mention variables as a way out; tokens and keys are never shown.
+    when they read most of them, while an ``Accelerator`` is made, which reads its own, or in a function or module that
+    is named after the environment. Errors of other kinds (out of memory) mention variables as a way out; tokens and
+    keys are never shown.
     """
     told = str(error)
     said = told.lower()
@@ -55,4 +56,5 @@ def refused_variable(error: Exception) -> ConfigError | None:
 
 
 def _reads_environment(module: str, function: str) -> bool:
-    return function == "<module>" or "env" in function or "environment" in module
+    makes_accelerator = (module, function) == ("accelerate.accelerator", "__init__")
+    return function == "<module>" or makes_accelerator or "env" in function or "environment" in module

@@ -52,7 +52,7 @@ class Local:
         self.headers: list[Mapping[str, str]] = []
         self.paths: list[str] = []
         self.over = threading.Event()
-        self.lock = threading.Lock()
+        self.lock = threading.Condition()
         self.at_work = self.most_at_work = self.flooded = 0
         local = self
 
@@ -76,6 +76,7 @@ class Local:
             self.paths.append(handler.path)
             self.at_work += 1
             self.most_at_work = max(self.most_at_work, self.at_work)
+            self.lock.notify_all()
         try:
             self.answer(handler, self.behaviour(payload))
         except OSError:
@@ -83,6 +84,12 @@ class Local:
         finally:
             with self.lock:
                 self.at_work -= 1
+
+    def num_seen(self, wanted: int) -> int:
+        """Number of requests so far, once ``wanted`` have come; a client may give up before the last has been read."""
+        with self.lock:
+            self.lock.wait_for(lambda: len(self.seen) >= wanted, timeout=60)
+            return len(self.seen)
 
     def answer(self, handler: BaseHTTPRequestHandler, reply: Any) -> None:
         match reply:

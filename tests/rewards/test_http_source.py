@@ -203,14 +203,15 @@ PASSING = {
 
 @pytest.mark.parametrize(("reply", "error", "message"), PASSING.values(), ids=PASSING)
 def test_what_may_pass_is_tried_again_and_for_good_it_is_an_error(reply, error, message):
-    quick = {"read_timeout": 0.1, "connect_timeout": 0.1, "retries": 2}
+    # only what takes too long needs a short time, and only where nothing has to come within it a very short one
+    short, shortest = (0.5, 0.1) if error is RewardTimeout else (5, 5)
     with local_service(in_turn(reply, reply, SCORES)) as local:
-        assert source(local.url, **quick).score(BATCH).scores == [1.0, 2.5, -3.0]
-        assert len(local.seen) == 3
+        assert source(local.url, read_timeout=short, connect_timeout=short).score(BATCH).scores == [1.0, 2.5, -3.0]
+        assert local.num_seen(3) == 3
     with local_service(in_turn(reply)) as local:
         with pytest.raises(error, match=rf"reward judge: POST {local.url}, tried 3 times: .*{message}"):
-            source(local.url, **quick).score(BATCH)
-        assert len(local.seen) == 3
+            source(local.url, read_timeout=shortest, connect_timeout=short).score(BATCH)
+        assert local.num_seen(3) == 3
 
 
 def test_without_retries_there_is_one_try():

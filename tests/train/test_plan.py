@@ -214,6 +214,12 @@ def test_a_finished_run_can_be_planned_again_and_its_configuration_is_resolved(t
     assert with_now(parse_config(plan(config).config), written.data.chat_template_now) == written
 
 
+def test_a_run_that_leaves_the_policy_as_it_is_is_told(tmp_path):
+    told = "train.learning_rate is 0: the policy stays as it is"
+    assert plan(tiny_run(tmp_path, train__learning_rate=0.0)).notes == [told]
+    assert plan(tiny_run(tmp_path)).notes == []
+
+
 def test_the_size_of_micro_batches_that_was_found_is_planned_and_saved(tmp_path):
     config = tiny_run(tmp_path, train__max_steps=1, train__rollout_batch_size=10, train__micro_batch_size=None)
     planned = plan(config)

@@ -14,6 +14,8 @@ PLOTS = {
     "training_loss.png": ("loss/policy_avg", "loss/value_avg", "loss", "train/loss"),
     "training_reward.png": ("objective/scores",),
     "training_kl.png": ("objective/kl",),
+    "training_eval_loss.png": ("eval_loss",),
+    "training_eval_accuracy.png": ("eval_accuracy", "eval_mean_token_accuracy"),
 }
 """Metrics shown in each file, as far as the run's stage has them."""
 

@@ -513,6 +513,8 @@ class TestToOurs:
 
         for script in ("ppo.py", "ppo_tldr.py"):
             assert parse_config(made(script)).data.chat_template == "none"
+        assert "all rows but the last 100, of any length" in made("ppo.py")
+        assert "the last 100" not in made("ppo_tldr.py")
         assert "hold only that message" in made("ppo_tldr.py") and "hold only that" not in made("ppo.py")
         assert parse_config(made("my_own.py")).data.chat_template == "auto"
         assert "if the script does not use it, set data.chat_template: none" in made("my_own.py")

@@ -145,6 +145,9 @@ def _prompts(keys: Translator, script: str, processes: int) -> None:
     else:
         keys.note("Prompts go through the tokenizer's chat template: if the script does not use it, set "
                   "data.chat_template: none.")  # fmt: skip
+    if script == PLAIN:
+        keys.note(f"{script} trains on all rows but the last 100, of any length. Here these train too, unless "
+                  "data.eval_fraction is set, and prompts over data.max_prompt_length are dropped.")  # fmt: skip
     if script == WITH_TEST_SPLIT:
         keys.note(f"In older releases {script} puts the first of messages through the chat template: then remove "
                   "data.chat_template, and let the column prompt hold only that message.")  # fmt: skip

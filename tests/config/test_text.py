@@ -126,6 +126,7 @@ def test_every_value_has_its_line():
         ("a: 1\nb: *x\n", 2, "anchors"),
         ("? [a, b]\n: 1\n", 1, "a key must be plain text"),
         ("a: 1\n---\nb: 2\n", 2, "second document"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', 2, "a second value starts here; wanted one mapping of keys"),
         ("a: 1\nb: be kind: always\n", 2, "quotes"),
         ("a: [1,\n", 2, "expected"),
         ("a: 1\nb: \x07\n", 2, "character"),

@@ -595,6 +595,19 @@ def test_what_is_read_from_the_hub_is_told_once_as_it_may_take_long(tmp_path, mo
     assert told("org/told_by_the_first_process") == []
 
 
+def test_a_missing_checkpoint_of_a_run_on_this_machine_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("tether.models.paths.HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "out" / "checkpoint-4")
+    (tmp_path / "empty").mkdir()
+    for path in ("out/checkpoint-9", str(tmp_path / "out" / "checkpoint-9")):
+        with pytest.raises(ModelError, match=r"there is no checkpoint-9 in .*; its checkpoints are checkpoint-4$"):
+            check_model_path(path, "model")
+    with pytest.raises(ModelError, match=r"there is no checkpoint-9 in the folder empty; it holds no checkpoints$"):
+        check_model_path("empty/checkpoint-9", "model")
+    check_model_path("org/checkpoint-9", "model")
+
+
 def test_copies_are_the_same_model(tmp_path):
     model = save_model(tmp_path / "model")
     copied = shutil.copytree(model, tmp_path / "copied")

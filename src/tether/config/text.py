@@ -170,6 +170,8 @@ def _explained(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or error.context or "not YAML"
     if "mapping values are not allowed" in problem:
         return "a second ': ' on this line: put text that holds one in quotes, and check the indentation"
+    if "expected '<document start>'" in problem:
+        return "a second value starts here; wanted one mapping of keys, as in a YAML file, not rows of data"
     return problem
 
 

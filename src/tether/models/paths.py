@@ -23,6 +23,7 @@ from transformers.utils import find_adapter_config_file
 from tether.config.launched import rank
 from tether.config.places import why_not_there
 from tether.errors import ModelError
+from tether.models.checkpoints import is_checkpoint_name, list_checkpoints
 from tether.models.gguf import check_gguf, gguf_source
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,10 @@ def check_model_path(path: str, key: str, *, revision: str | None = None, takes_
         return
     folder = Path(path)
     if not folder.exists():
+        if is_checkpoint_name(folder.name) and folder.parent.is_dir():
+            others = [other.name for other in list_checkpoints(folder.parent)]
+            held = f"its checkpoints are {', '.join(others)}" if others else "it holds no checkpoints"
+            raise ModelError(f"{key}: there is no {folder.name} in the folder {folder.parent}; {held}")
         if not _HUB_ID.fullmatch(path):
             raise ModelError(f"{key}: {path} does not exist; wanted a model folder or a hub id such as org/model")
         names = ("config.json", ADAPTER_CONFIG)

@@ -12,7 +12,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -49,6 +49,8 @@ from tether.types import MicroBatch, Request, Sampling  # noqa: E402
 
 Row = tuple[str, str, float, float]
 """Name, unit, without the trick, with it."""
+FOR_FLOAT32 = {"onednn_is_faster", "few_rows_are_slow"}
+"""Functions of ``models/products.py`` that choose how float32 is multiplied."""
 
 
 class Bench:
@@ -103,73 +105,53 @@ class Bench:
                 best[i] = min(best[i], clock() - start)
         return best[0], best[1]
 
-    def decode(
-        self, requests: list[Request], sampling: Sampling, *, model: PreTrainedModel | None = None, **options: object
-    ) -> None:
-        """Answers by Tether's loop, of the policy or another model."""
+    def requests(self, count: int) -> list[Request]:
+        """Prompts of twelve tokens."""
+        return [Request(ids, i) for i, ids in enumerate(self.ids(*[12] * count))]
 
-        @contextmanager
-        def scope() -> Iterator[PreTrainedModel]:
-            yield model or self.model
+    def decoder(
+        self,
+        requests: list[Request],
+        sampling: Sampling,
+        *,
+        scope: Callable[[], AbstractContextManager[nn.Module]] | None = None,
+        **options: object,
+    ) -> Callable[[], None]:
+        """The answers by Tether's loop, of the policy or in another scope; a generator is made once, as in a run."""
+        generator = HFGenerator(
+            scope or (lambda: nullcontext(self.model)), batch_size=self.decoded, device="cpu", **options
+        )
 
-        for _ in HFGenerator(scope, batch_size=self.decoded, device="cpu", **options).generate(requests, sampling):
-            pass
+        def decode() -> None:
+            for _ in generator.generate(requests, sampling):
+                pass
+
+        return decode
 
 
 def products(bench: Bench) -> Iterator[Row]:
     """oneDNN against torch's BLAS."""
-    batch = bench.batch()
-
-    def passed(gradients: bool, enabled: bool) -> None:
-        torch.backends.mkldnn.enabled = enabled
-        try:
-            with torch.set_grad_enabled(gradients):
-                out = response_outputs(bench.model, batch, temperature=1.0)
-            if gradients:
-                out.logprobs.sum().backward()
-                bench.model.zero_grad(set_to_none=True)
-        finally:
-            torch.backends.mkldnn.enabled = True
-
-    yield "float32 products by oneDNN: scoring", "s", *bench.seconds(
-        lambda: passed(False, False), lambda: passed(False, True)
-    )
-    yield "float32 products by oneDNN: forward and backward", "s", *bench.seconds(
-        lambda: passed(True, False), lambda: passed(True, True)
-    )
+    for name, work in passes(bench.model, bench.batch()).items():
+        pair = with_and_without(bench.model, "onednn_is_faster", work)
+        yield f"float32 products by oneDNN: {name}", "s", *bench.seconds(*pair)
 
 
 def few_rows(bench: Bench) -> Iterator[Row]:
     """A decoding step by W xᵀ and by x Wᵀ, on two cores."""
-
-    def decode(count: int) -> None:
-        bench.decode([Request(ids, i) for i, ids in enumerate(bench.ids(*[12] * count))], Sampling(bench.tokens))
-
     torch.set_num_threads(2)
     for count in (bench.decoded // 4, bench.decoded):
+        work = bench.decoder(bench.requests(count), Sampling(bench.tokens))
         yield f"products of {count} rows the other way round: decoding on two cores, by the clock", "s", *bench.seconds(
-            *with_and_without(bench.model, "few_rows_are_slow", lambda count=count: decode(count)), time.perf_counter
+            *with_and_without(bench.model, "few_rows_are_slow", work), time.perf_counter
         )
     torch.set_num_threads(1)
 
 
 def half(bench: Bench) -> Iterator[Row]:
     """Products of bfloat16 weights in float32 and in bfloat16."""
-    batch, model = bench.batch(), copy.deepcopy(bench.model).bfloat16()
-
-    def passed(gradients: bool) -> None:
-        with torch.set_grad_enabled(gradients):
-            out = response_outputs(model, batch, temperature=1.0)
-        if gradients:
-            out.logprobs.sum().backward()
-            model.zero_grad(set_to_none=True)
-
-    def decode() -> None:
-        requests = [Request(ids, i) for i, ids in enumerate(bench.ids(*[12] * bench.decoded))]
-        bench.decode(requests, Sampling(bench.tokens), model=model)
-
-    works = {"scoring": lambda: passed(False), "forward and backward": lambda: passed(True), "decoding": decode}
-    for name, work in works.items():
+    model = copy.deepcopy(bench.model).bfloat16()
+    decode = bench.decoder(bench.requests(bench.decoded), Sampling(bench.tokens), scope=lambda: nullcontext(model))
+    for name, work in (passes(model, bench.batch()) | {"decoding": decode}).items():
         pair = with_and_without(model, "half_is_slow", work)
         yield f"products of bfloat16 in float32: {name}", "s", *bench.seconds(*pair)
 
@@ -192,17 +174,34 @@ def gradients(bench: Bench) -> Iterator[Row]:
         )
 
 
+def passes(model: PreTrainedModel, batch: MicroBatch) -> dict[str, Callable[[], None]]:
+    """A pass over the batch without and with gradients."""
+
+    def passed(gradients: bool) -> None:
+        with torch.set_grad_enabled(gradients):
+            out = response_outputs(model, batch, temperature=1.0)
+        if gradients:
+            out.logprobs.sum().backward()
+            model.zero_grad(set_to_none=True)
+
+    return {"scoring": lambda: passed(False), "forward and backward": lambda: passed(True)}
+
+
 def with_and_without(model: nn.Module, faster: str, work: Callable[[], None]) -> list[Callable[[], None]]:
-    """The work without and with a way to multiply, as if on processors on which it is not and is the faster one.
+    """The work without and with a way to multiply, as if on processors on which it is not and is the faster one. Of the
+    two ways for float32 there is only this one, whatever is faster on this processor.
 
     Args:
         faster: name of the function of ``models/products.py`` that says so.
     """
+    others = FOR_FLOAT32 - {faster} if faster in FOR_FLOAT32 else ()
 
     def of(is_faster: bool) -> Callable[[], None]:
+        decisions = {faster: lambda *dtype: is_faster} | dict.fromkeys(others, lambda: False)
+
         def action() -> None:
             kinds = {layer: type(layer) for layer in model.modules() if isinstance(layer, nn.Linear)}
-            with mock.patch.object(quick, faster, lambda *dtype: is_faster):
+            with mock.patch.multiple(quick, **decisions):
                 for layer in kinds:
                     layer.__class__ = QuickLinear
                 work()
@@ -216,13 +215,13 @@ def with_and_without(model: nn.Module, faster: str, work: Callable[[], None]) ->
 
 def logits(bench: Bench) -> Iterator[Row]:
     """Logits of response tokens in chunks against those of all tokens at once."""
-    batch, width = bench.batch(), bench.tokens
+    batch = bench.batch()
 
     def whole() -> None:
-        mask, positions = batch.attention_mask.long(), batch.position_ids
-        scores = bench.model(input_ids=batch.token_ids, attention_mask=mask, position_ids=positions).logits
-        logprobs = scores[:, -width - 1 : -1].log_softmax(-1)
-        logprobs.gather(-1, batch.token_ids[:, -width:, None]).sum().backward()
+        scores = bench.model(input_ids=batch.token_ids, use_cache=False).logits
+        scores = scores.flatten(0, 1)[batch.response_index - 1]  # each token is predicted one column before its own
+        targets = batch.token_ids.flatten()[batch.response_index]
+        scores.log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
         bench.model.zero_grad(set_to_none=True)
 
     def chunks() -> None:
@@ -263,42 +262,38 @@ def lengths(bench: Bench) -> Iterator[Row]:
 def rows(bench: Bench) -> Iterator[Row]:
     """Finished rows dropped, and prompts of several answers read once, against neither."""
     stops = frozenset(range(0, bench.vocabulary, 25))  # an answer ends after 25 tokens or so
-    asked = [Request(ids, i) for i, ids in enumerate(bench.ids(*[12] * bench.decoded))]
     sampling = Sampling(2 * bench.tokens, temperature=100.0, stop_token_ids=stops)
-    yield "finished rows leave the batch: decoding", "s", *bench.seconds(
-        lambda: bench.decode(asked, sampling, is_static=True), lambda: bench.decode(asked, sampling)
-    )
     prompts = bench.ids(*[8 * bench.tokens] * (bench.decoded // 4))
     shared = [Request(prompts[i // 4], i) for i in range(bench.decoded)]
 
-    def read(drops: bool) -> None:
-        usual = Decoding.may_drop
-        Decoding.may_drop = property(lambda decoding: drops)
-        try:
-            bench.decode(shared, Sampling(1))
-        finally:
-            Decoding.may_drop = usual
+    def pair(work: Callable[[], None]) -> list[Callable[[], None]]:
+        def action(drops: bool) -> None:
+            with mock.patch.object(Decoding, "may_drop", drops):
+                work()
 
-    yield "prompts of four answers read once: first token", "s", *bench.seconds(lambda: read(False), lambda: read(True))
+        return [lambda: action(False), lambda: action(True)]
+
+    works = {
+        "finished rows leave the batch: decoding": bench.decoder(bench.requests(bench.decoded), sampling),
+        "prompts of four answers read once: first token": bench.decoder(shared, Sampling(1)),
+    }
+    for name, work in works.items():
+        yield name, "s", *bench.seconds(*pair(work))
 
 
 def cache(bench: Bench) -> Iterator[Row]:
     """Keys and values with spare room against copying everything for every token."""
-    asked = [Request(ids, i) for i, ids in enumerate(bench.ids(*[12] * bench.decoded))]
+    with_room = bench.decoder(bench.requests(bench.decoded), Sampling(2 * bench.tokens))
 
-    def decode(gives_room: bool) -> None:
-        usual = decoding_batch.give_room
-        decoding_batch.give_room = usual if gives_room else lambda cache: None
-        try:
-            bench.decode(asked, Sampling(2 * bench.tokens))
-        finally:
-            decoding_batch.give_room = usual
+    def without() -> None:
+        with mock.patch.object(decoding_batch, "give_room", lambda cache: None):
+            with_room()
 
-    yield "keys and values with room: decoding", "s", *bench.seconds(lambda: decode(False), lambda: decode(True))
+    yield "keys and values with room: decoding", "s", *bench.seconds(without, with_room)
 
 
 def draws(bench: Bench) -> Iterator[Row]:
-    """Gumbel-max with keyed noise against a multinomial, and against a sort as for top-p; also the cost of keys."""
+    """Gumbel-max with keyed noise against a multinomial, and against noise from ``exponential_``."""
     scores = torch.randn(bench.decoded, bench.vocabulary, generator=torch.Generator().manual_seed(0))
     generators = [torch.Generator().manual_seed(i) for i in range(bench.decoded)]
 
@@ -319,15 +314,6 @@ def draws(bench: Bench) -> Iterator[Row]:
             tokens = (scaled - noise.log_()).argmax(-1, keepdim=True)
             scaled.gather(1, tokens)[:, 0] - scaled.logsumexp(-1)
 
-    def given_back() -> None:
-        heap.keep(2**17)
-        gumbel()
-
-    def kept() -> None:
-        heap.keep()
-        gumbel()
-
-    yield "free memory that is kept: ten tokens", "s", *bench.seconds(given_back, kept)
     yield "Gumbel-max against a multinomial: ten tokens", "s", *bench.seconds(multinomial, gumbel)
     yield "noise from whole numbers against exponential_: ten tokens", "s", *bench.seconds(exponential, gumbel)
 
@@ -367,21 +353,21 @@ def optimizer(bench: Bench) -> Iterator[Row]:
 
 
 def roles(bench: Bench) -> Iterator[Row]:
-    """Four roles on one base, by the table shown at the start; a head in the policy's pass."""
-    four, one = bench.roles(), bench.roles(lora={"r": 16})
-    held = [sum(row.bytes for row in made.table()) / 2**20 for made in (four, one)]
+    """Three roles on one base, by the table shown at the start; a head in the policy's pass."""
+    three, one = bench.roles(), bench.roles(lora={"r": 16})
+    held = [sum(row.bytes for row in made.table()) / 2**20 for made in (three, one)]
     yield "policy, reference and critic on one base: weights", "MiB", *held
     batch = bench.batch()
 
     def critic() -> None:
-        for pass_ in four.passes:
+        for pass_ in three.passes:
             with torch.no_grad(), pass_(batch, temperature=1.0):
                 pass
 
     head = ScalarHead(bench.model.config.hidden_size)
 
     def riding() -> None:
-        with torch.no_grad(), four.use(POLICY) as model:
+        with torch.no_grad(), three.use(POLICY) as model:
             response_outputs(model, batch, temperature=1.0, head=head)
 
     yield "a head in the policy's pass, not a critic of its own: scoring", "s", *bench.seconds(critic, riding)
@@ -390,14 +376,9 @@ def roles(bench: Bench) -> Iterator[Row]:
 def merged(bench: Bench) -> Iterator[Row]:
     """Generation with the policy's adapter merged into its base."""
     roles = bench.roles(lora={"r": 16})
-    requests = [Request(ids, i) for i, ids in enumerate(bench.ids(*[12] * bench.decoded))]
-
-    def decode(**options: object) -> None:
-        generator = HFGenerator(roles.decoding, batch_size=bench.decoded, device="cpu", **options)
-        for _ in generator.generate(requests, Sampling(bench.tokens)):
-            pass
-
-    yield "LoRA adapter merged while decoding", "s", *bench.seconds(decode, lambda: decode(phase=roles.ready_to_decode))
+    asked = bench.requests(bench.decoded), Sampling(bench.tokens)
+    pair = (bench.decoder(*asked, scope=roles.decoding, **more) for more in ({}, {"phase": roles.ready_to_decode}))
+    yield "LoRA adapter merged while decoding", "s", *bench.seconds(*pair)
 
 
 def autocast(bench: Bench) -> Iterator[Row]:
@@ -473,6 +454,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    heap.keep()  # as in a run
     bench = Bench(given.model or smollm2(), given.repeats, small=given.small)
     print("| trick | without | with | |\n|---|---|---|---|")
     for trick in TRICKS:

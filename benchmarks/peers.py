@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run as a file, this folder alone would be searched
 
 from benchmarks.peers.environment import say, trl_python  # noqa: E402
-from benchmarks.peers.job import Job, Outcome, write_job  # noqa: E402
+from benchmarks.peers.job import Job, Outcome, SideFailed, write_job  # noqa: E402
 
 CHANGES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -54,6 +54,8 @@ SUBJECTS = ("the weather", "my dog", "a long walk", "dinner", "the train to work
 SHORT = "Answer in one short sentence."
 """The system prompt for answers that end by themselves; with other prompts this model's rarely do within 128 tokens."""
 SIDES = ("tether", "trl")
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+"""Everything is in folders: nothing waits for a network."""
 
 JUDGE = """
 import sys
@@ -121,18 +123,29 @@ def broken(name: str, speed: float, memory: float) -> list[str]:
     return faults if memory <= most else [*faults, f"{name}: {memory:.2f} of TRL's memory, promised {most}"]
 
 
-def outcome(side: str, job: Job, folder: Path) -> Outcome:
-    """Runs a side on a job, in its own process."""
+def outcome(side: str, job: Job, folder: Path, *, limit: float | None = None) -> Outcome:
+    """Runs a side on a job, in its own process.
+
+    Args:
+        limit: maximum number of seconds.
+
+    Raises:
+        SideFailed: it ended with an error, or took longer.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     task, result = folder / "job.json", folder / "outcome.json"
     write_job(Job(**asdict(job) | {"folder": str(folder / "run")}), task)
     python = trl_python() if side == "trl" else sys.executable
     quiet = {"OMP_NUM_THREADS": str(job.threads), "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
-    command = [python, "-m", f"benchmarks.peers.{side}_ppo", task, result]
-    with (folder / "log.txt").open("w", encoding="utf-8") as log:
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | quiet, stdout=log, stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise SystemExit(f"{side} failed; {folder / 'log.txt'} ends with:\n{(folder / 'log.txt').read_text()[-2000:]}")
+    command, said = [python, "-m", f"benchmarks.peers.{side}_ppo", task, result], folder / "log.txt"
+    with said.open("w", encoding="utf-8") as log:
+        options = {"env": os.environ | OFFLINE | quiet, "stdout": log, "stderr": subprocess.STDOUT}
+        try:
+            code = subprocess.run(command, cwd=ROOT, timeout=limit, **options).returncode
+        except subprocess.TimeoutExpired as error:
+            raise SideFailed(f"{side} took over {limit:.0f} s; its log is {said}") from error
+    if code:
+        raise SideFailed(f"{side} failed; {said} ends with:\n{said.read_text(encoding='utf-8')[-2000:]}")
     return Outcome(**json.loads(result.read_text(encoding="utf-8")))
 
 
@@ -156,7 +169,7 @@ def material(model: Path, folder: Path, *, ends: bool = False) -> dict[str, str]
         texts = [written(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
     if not adapter.exists():
-        subprocess.run([sys.executable, "-c", JUDGE, model, judge, adapter], check=True)
+        subprocess.run([sys.executable, "-c", JUDGE, model, judge, adapter], env=os.environ | OFFLINE, check=True)
     return {
         "model": str(model),
         "judge": str(judge),

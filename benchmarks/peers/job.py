@@ -71,6 +71,10 @@ class Outcome:
         return job.episodes * len(counted) / sum(counted)
 
 
+class SideFailed(SystemExit):
+    """A side ended with an error, or took too long; ends the program with its message unless another is to run."""
+
+
 SETTINGS = {"learning_rate": 3e-6, "kl_coef": 0.05, "temperature": 0.7, "lam": 0.95, "rank": 16, "alpha": 32}
 """The same on both sides."""
 

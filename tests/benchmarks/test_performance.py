@@ -9,8 +9,10 @@ import torch
 from benchmarks.peers.environment import ROOT
 
 from benchmarks import decode, flat, scaling, tricks
+from tests.generation import stand_in_vllm
 from tests.tiny import save_tiny
 from tether.models.compiled import is_compiled
+from tether.models.loading import load_causal_lm
 
 
 def run(monkeypatch, script, *arguments):
@@ -88,3 +90,52 @@ def test_memory_of_log_probabilities_and_of_a_run():
     assert max(sizes.values()) - sizes[3] < 2 * flat.MIB
     assert flat.grown({100: 5 * flat.MIB, 1000: 9 * flat.MIB, 5000: 12 * flat.MIB}) == []
     assert flat.grown({1000: 9 * flat.MIB, 5000: 15 * flat.MIB}) == ["from 1000 to 5000 updates a run grew by 6.0 MiB"]
+
+
+def test_each_part_of_a_decoding_step_is_found(model):
+    loaded = load_causal_lm(str(model), dtype=torch.float32)
+    with torch.no_grad():
+        ours, theirs = (decode.profiled(by(loaded, 2, 3)) for by in (decode.by_tether, decode.by_transformers))
+    assert all(ours[name] > 0 for name in ("products", "attention", decode.DRAWING, decode.CACHE))
+    assert theirs["products"] > 0 < theirs["attention"] and theirs[decode.DRAWING] == theirs[decode.CACHE] == 0
+
+
+@pytest.mark.filterwarnings("ignore")  # of generate
+def test_both_sides_decode_as_many_tokens(monkeypatch, model):
+    loaded = load_causal_lm(str(model), dtype=torch.float32)
+    counts, forward = [], type(loaded).forward
+
+    def counted(self, *args, **kwargs):
+        counts.append(kwargs["input_ids"].shape)
+        return forward(self, *args, **kwargs)
+
+    ours, theirs = (by(loaded, 4, 6) for by in (decode.by_tether, decode.by_transformers))
+    ours()  # tests the cache, once
+    read = []
+    monkeypatch.setattr(type(loaded), "forward", counted)
+    for side in (ours, theirs):
+        counts.clear()
+        side()
+        read.append(list(counts))
+    assert read[0] == read[1] == [(4, 13), *[(4, 1)] * 5]
+
+
+@pytest.mark.parametrize("more", [[], ["--lora"]])
+def test_vllm_answers_beside_the_policy(monkeypatch, capsys, model, more):
+    engines = stand_in_vllm.install(monkeypatch)
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import vllm
+
+    sides, answered = [], vllm.answered
+
+    def noted(generator, asked, sampling):
+        answers = answered(generator, asked, sampling)
+        sides.append((type(generator).__name__, [len(answer.token_ids) for answer in answers]))
+        return answers
+
+    monkeypatch.setattr(vllm, "answered", noted)
+    run(monkeypatch, vllm, "--model", model, "--rows", 2, "--tokens", 3, "--turns", 2, *more)
+    told = capsys.readouterr().out
+    assert len(engines) == 1 and "2 answers of 3 tokens, the fastest of 2 turns" in told
+    assert sides == [("HFGenerator", [3, 3]), ("VLLMGenerator", [3, 3])] * 2 + [("VLLMGenerator", [1])]
+    assert float(told.rpartition("own: ")[2]) < 1e-5

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -149,8 +149,13 @@ def whole_logprobs(model: PreTrainedModel, query: list[int], response: list[int]
 
 
 def furthest(got: list[float], wanted: list[float]) -> float:
-    """The largest difference."""
-    return max(abs(a - b) for a, b in zip(got, wanted, strict=True))
+    """The largest difference; NaN if there is one."""
+    return largest(abs(a - b) for a, b in zip(got, wanted, strict=True))
+
+
+def largest(numbers: Iterable[float]) -> float:
+    """The largest number; NaN if there is one, which Python's ``max`` may pass over."""
+    return float(torch.tensor([*numbers], dtype=torch.float64).max())
 
 
 def examined(kind: str, model: PreTrainedModel) -> Finding:
@@ -158,7 +163,7 @@ def examined(kind: str, model: PreTrainedModel) -> Finding:
     head_matches(model)
     check_causal(model)
     logprobs = response_outputs(model, collate(QUERIES, RESPONSES), temperature=SAMPLING.temperature).logprobs
-    passes = max(
+    passes = largest(
         furthest(got[: len(response)].tolist(), whole_logprobs(model, query, response))
         for got, query, response in zip(logprobs, QUERIES, RESPONSES, strict=True)
     )
@@ -169,7 +174,7 @@ def examined(kind: str, model: PreTrainedModel) -> Finding:
 
     asked = [Request(query, key=i) for i, query in enumerate([*QUERIES, QUERIES[0]])]
     answered = HFGenerator(scope, batch_size=8, device="cpu").generate(asked, SAMPLING)
-    decoded = max(
+    decoded = largest(
         furthest(answer.logprobs, whole_logprobs(model, list(asked[i].token_ids), answer.token_ids))
         for i, answer in answered
     )

@@ -37,6 +37,13 @@ def test_a_type_that_differs_breaks_it(run, capsys, monkeypatch):
     assert "broken: llama" in capsys.readouterr().out
 
 
+def test_a_number_that_is_none_breaks_it(run, capsys, monkeypatch):
+    whole, nan = architectures.whole_logprobs, float("nan")
+    monkeypatch.setattr(architectures, "whole_logprobs", lambda *given: [*whole(*given)[:-1], nan])
+    assert run("llama") == 1
+    assert "broken: llama" in capsys.readouterr().out
+
+
 def test_numbers_are_those_of_the_model():
     with torch.no_grad():
         found = examined("gpt2", small_model("gpt2"))

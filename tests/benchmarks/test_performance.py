@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from tests.generation import stand_in_vllm
 from tests.tiny import save_tiny
 from tether.models.compiled import is_compiled
 from tether.models.loading import load_causal_lm
+
+SMALL = scaling.SHAPE | {"num_hidden_layers": 1}
 
 
 def run(monkeypatch, script, *arguments):
@@ -71,9 +74,13 @@ def test_costs_are_drawn_and_promises_kept_to(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_an_episode_costs_processor_time(tmp_path):
-    model = scaling.save_random(tmp_path / "model", scaling.SHAPE | {"num_hidden_layers": 1}, 512)
-    assert scaling.episode_cost(model, 16, 2) > 0
+def test_an_episode_costs_processor_time(monkeypatch, tmp_path):
+    model, results, whole_run = scaling.save_random(tmp_path / "model", SMALL, 512), [], scaling.whole_run
+    monkeypatch.setattr(scaling, "whole_run", lambda *given, **more: results.append(whole_run(*given, **more)))
+    stamps = iter([1.0, 10.0, 14.0])
+    monkeypatch.setattr(scaling, "time", SimpleNamespace(process_time=lambda: next(stamps)))
+    assert scaling.episode_cost(model, 16, 2) == 4.0 / 16  # the second of two updates
+    assert [update["rollout/length"] for update in results[0].updates] == [2.0, 2.0]
 
 
 def test_memory_of_log_probabilities_and_of_a_run():

@@ -198,7 +198,8 @@ def test_heads_read_the_states_of_the_trunk_whatever_the_output_embedding_reads(
     model = model_of(PROJECTED[by])
     wanted = 8 if by == "trunk" else 16
     with torch.device("meta"):
-        assert state_size(AutoModelForCausalLM.from_config(PROJECTED[by])) == wanted == state_size(model)
+        empty = AutoModelForCausalLM.from_config(PROJECTED[by])
+    assert state_size(empty) == wanted == state_size(model)
     assert_is_naive(model, hidden=wanted)
 
 

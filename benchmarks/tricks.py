@@ -37,6 +37,7 @@ from tether.models import products as quick  # noqa: E402
 from tether.models.attention import wide_gradients  # noqa: E402
 from tether.models.build import build_roles  # noqa: E402
 from tether.models.compiled import check_compile, compile_layers  # noqa: E402
+from tether.models.device import is_x86  # noqa: E402
 from tether.models.forward import response_outputs  # noqa: E402
 from tether.models.heads import ScalarHead  # noqa: E402
 from tether.models.loading import load_causal_lm  # noqa: E402
@@ -131,6 +132,9 @@ class Bench:
 
 def products(bench: Bench) -> Iterator[Row]:
     """oneDNN against torch's BLAS."""
+    if not torch.backends.mkldnn.is_available():
+        print("float32 products by oneDNN: this torch has no oneDNN", file=sys.stderr)
+        return
     for name, work in passes(bench.model, bench.batch()).items():
         pair = with_and_without(bench.model, "onednn_is_faster", work)
         yield f"float32 products by oneDNN: {name}", "s", *bench.seconds(*pair)
@@ -158,6 +162,9 @@ def half(bench: Bench) -> Iterator[Row]:
 
 def gradients(bench: Bench) -> Iterator[Row]:
     """The gradient of attention in float32 and in the type of its operands."""
+    if not is_x86():
+        print("gradient of attention in float32: only on x86 processors", file=sys.stderr)
+        return
     batch, halved = bench.batch(), copy.deepcopy(bench.model).bfloat16()
 
     def passed(model: PreTrainedModel, is_wide: bool) -> None:

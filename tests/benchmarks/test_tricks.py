@@ -128,7 +128,7 @@ def test_half_precision_is_widened_on_one_side(monkeypatch, sides):
     assert_on_one_side(done, 0.02)
 
 
-@pytest.mark.skipif(not attention.is_x86(), reason="the gradient of attention is computed in float32 on x86")
+@pytest.mark.skipif(not tricks.is_x86(), reason="the gradient of attention is computed in float32 on x86")
 def test_the_gradient_of_attention_is_wide_on_one_side(sides):
     done = sides(tricks.gradients, attention._Attention, "backward")
     assert len(done) == 2
@@ -213,3 +213,16 @@ def test_passes_are_under_autocast_on_one_side(sides):
     [(without, with_trick)] = done.values()
     assert not any(without.calls) and all(with_trick.calls) and with_trick.calls
     assert_same_work(without, with_trick, 0.02)
+
+
+@pytest.mark.parametrize(
+    "trick, owner, name, told",
+    [
+        ("products", torch.backends.mkldnn, "is_available", "this torch has no oneDNN"),
+        ("gradients", tricks, "is_x86", "only on x86 processors"),
+    ],
+)
+def test_a_way_that_this_machine_lacks_is_no_row(monkeypatch, capsys, model, trick, owner, name, told):
+    monkeypatch.setattr(owner, name, lambda: False)
+    assert list(getattr(tricks, trick)(tricks.Bench(model, 0, small=True))) == []
+    assert told in capsys.readouterr().err

@@ -26,6 +26,7 @@ from transformers import (
     Gemma3TextConfig,
     PhimoeConfig,
     PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
     TrainerCallback,
 )
 
@@ -1106,6 +1107,11 @@ def test_wrong_kinds_of_the_other_arguments(tmp_path, given, message):
     args, tokenizer, collator = given
     with pytest.raises(ConfigError, match=message):
         check_kinds(arguments(tmp_path) if args is None else args, tokenizer, collator)
+
+
+def test_a_tokenizer_that_was_made_without_files_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"processing_class: no tokenizer with a vocabulary is there"):
+        check_kinds(arguments(tmp_path), Qwen2Tokenizer(), None)
 
 
 def quantized(model):

@@ -342,6 +342,15 @@ def test_a_pipe_is_told_as_one(tmp_path):
         check_source(str(tmp_path / "rows.jsonl"), "data.prompts")
 
 
+@pytest.mark.parametrize("settings", ["config.json", "adapter_config.json"])
+def test_the_folder_of_a_model_is_not_read_as_data(tmp_path, settings):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    check_source(str(tmp_path), "data.prompts")
+    (tmp_path / settings).write_text("{}")
+    with pytest.raises(DataError, match=r"^data\.prompts: folder .* holds a model; wanted a \.jsonl"):
+        check_source(str(tmp_path), "data.prompts")
+
+
 def test_a_folder_without_files(tmp_path):
     (tmp_path / "inner").mkdir()
     with pytest.raises(DataError, match=r"data\.prompts: folder .* holds no files"):

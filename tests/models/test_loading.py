@@ -539,6 +539,28 @@ def test_unknown_model_types_and_missing_folders_are_model_errors(tmp_path):
 # Paths
 
 
+@pytest.mark.parametrize("kept", [0, 0.5, 0.99])
+def test_weights_that_were_cut_off_are_told_before_anything_loads(tmp_path, kept):
+    model = save_model(tmp_path / "model")
+    adapter = save_adapter(tmp_path / "adapter", model)
+    for path, name in ((adapter, "adapter_model"), (model, "model")):
+        file = path / f"{name}.safetensors"
+        check_model_path(str(adapter), "value.init")
+        file.write_bytes(file.read_bytes()[: int(kept * file.stat().st_size)])
+        with pytest.raises(ModelError, match=rf"^value\.init: .*{name}\.safetensors is damaged \(.*: copy or download"):
+            check_model_path(str(path), "value.init")
+        if path == adapter:
+            save_adapter(adapter, model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "t5", "bert", "deberta-v2"])
+def test_a_folder_without_a_tokenizer_is_refused_instead_of_read_without_a_vocabulary(tmp_path, kind):
+    """For Llama, transformers raises an error. For the others it makes a tokenizer that knows special tokens."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match=r"model: no tokenizer with a vocabulary is there; wanted that of the model"):
+        load_tokenizer(str(tmp_path / "model"))
+
+
 def test_paths_are_checked_before_anything_loads(tmp_path):
     model = save_model(tmp_path / "model")
     adapter = save_adapter(tmp_path / "adapter", model)

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 
+_OF_MODELS = ("config.json", "adapter_config.json")
+"""What a folder with a model or an adapter holds beside its weights."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FORMS = (
     "a .jsonl, .json, .csv or .parquet file (the first three with .gz, too), a folder saved by datasets or "
@@ -94,6 +96,8 @@ def check_source(source: str, key: str, *, revision: str | None = None) -> None:
     if path.is_dir():
         if not any(entry.is_file() for entry in path.rglob("*")):
             raise DataError(f"{key}: folder {source} holds no files; wanted {_FORMS}")
+        if any(path.glob("*.safetensors")) and any((path / name).is_file() for name in _OF_MODELS):
+            raise DataError(f"{key}: folder {source} holds a model; wanted {_FORMS}")
     elif path.exists():
         if _form(path) not in _READERS:
             raise DataError(f"{key}: {source} has an unknown format; wanted {_FORMS}")

@@ -93,6 +93,20 @@ def _check_weights(folder: Path, patterns: Iterable[str], key: str) -> None:
         raise ModelError(f"{key}: {folder} holds no weights; wanted {' or '.join(patterns)}")
     if closed := next((file for file in files if not os.access(file, os.R_OK)), None):
         raise ModelError(f"{key}: {closed} cannot be read: it is a link to nothing, or you may not read it")
+    for file in files:
+        if file.suffix == ".safetensors":
+            _check_header(file, key)
+
+
+def _check_header(file: Path, key: str) -> None:
+    """Raises ``ModelError`` if the file ends before its last tensor, or is no safetensors file."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{key}: {file} is damaged ({error}), as files are whose copy was cut off: copy or download it again"
+        ) from error
 
 
 def is_adapter(path: str, revision: str | None = None) -> bool:

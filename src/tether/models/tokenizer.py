@@ -27,6 +27,10 @@ from tether.models.paths import (
 
 MISTRAL = "MistralCommonBackend"
 """transformers' wrapper class for mistral-common's tokenizers."""
+_NO_WORDS = (
+    "no tokenizer with a vocabulary is there; wanted that of the model, beside its weights as its save_pretrained "
+    "writes it"
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
@@ -36,6 +40,9 @@ def load_tokenizer(
     """Loads the tokenizer of a model, or of the base for an adapter without one.
 
     It is not changed: padding never reaches a model here, so a tokenizer needs no pad token.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
     """
     code, is_local = {"trust_remote_code": trust_remote_code}, Path(path).exists()
     brings_none = is_local and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
@@ -47,16 +54,28 @@ def load_tokenizer(
     with model_errors(path):
         try:
             tokenizer = AutoTokenizer.from_pretrained(place, **options)
-        except OSError:
-            if is_local or not is_adapter(path, revision):
+        except (OSError, ValueError) as error:
+            if brings_none and not file:
+                raise ModelError(f"{path}: {_NO_WORDS}") from error
+            if isinstance(error, ValueError) or is_local or not is_adapter(path, revision):
                 raise
             base, at = own_weights(path, revision)
             return load_tokenizer(base, revision=at, **code)
     if type(tokenizer).__name__ == MISTRAL:
         tokenizer = _without_mistral_common(path, options)
+    check_words(tokenizer, path)
     if not file:
         return tokenizer
     return own_tokens(tokenizer, load_config(path, revision=revision).get_text_config().vocab_size)
+
+
+def check_words(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises ``ModelError`` if the tokenizer has no vocabulary. Where there is no file of one, transformers makes a
+    tokenizer of special tokens alone for many models, at most with the mark that begins a word: it reads every text as
+    unknown tokens, or as none."""
+    words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens) - tokenizer.get_added_vocab().keys()
+    if len(words) < 2:
+        raise ModelError(f"{name}: {_NO_WORDS}")
 
 
 def _without_mistral_common(path: str, options: Mapping[str, Any]) -> PreTrainedTokenizerBase:

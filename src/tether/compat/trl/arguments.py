@@ -13,17 +13,19 @@ from tether.errors import ConfigError
 from tether.models.adapters import DEFAULT
 from tether.models.chat import turn_end
 from tether.models.layers import num_rows
-from tether.models.tokenizer import configured_ends
+from tether.models.tokenizer import check_words, configured_ends
 
 logger = logging.getLogger(__name__)
 
 
 def check_kinds(args: Any, tokenizer: Any, collator: Any) -> None:
-    """Raises ``ConfigError`` for arguments of the wrong type that are neither models nor data."""
+    """Raises ``ConfigError`` for arguments of the wrong type that are neither models nor data, and ``ModelError`` for a
+    tokenizer without a vocabulary."""
     if not isinstance(args, PPOConfig):
         raise ConfigError(f"args: got {type(args).__name__}, wanted a tether.compat.trl.PPOConfig")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"processing_class: got {type(tokenizer).__name__}, wanted the policy's tokenizer")
+    check_words(tokenizer, "processing_class")
     if collator is not None and not callable(collator):
         raise ConfigError(f"data_collator: got {type(collator).__name__}, wanted a function of a list of rows, or None")
 

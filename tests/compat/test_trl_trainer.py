@@ -369,6 +369,18 @@ def test_frozen_parameters_of_the_policy_stay(tmp_path):
     assert not any(name.startswith("model.layers.0.") for name in changed(before, model))
 
 
+def test_all_models_are_in_eval_mode_and_a_judge_is_frozen(tmp_path):
+    made = {"model": policy(tmp_path), "value_model": classifier(tmp_path), "reward_model": classifier(tmp_path)}
+    for model in made.values():
+        model.train()
+    run = trainer(tmp_path, **made)
+    for do in (lambda: None, run.train):
+        do()
+        assert not any(module.training for model in made.values() for module in model.modules())
+        trains = {name: {p.requires_grad for p in model.parameters()} for name, model in made.items()}
+        assert trains == {"model": {True}, "value_model": {True}, "reward_model": {False}}
+
+
 def test_a_judge_with_an_adapter_scores_alike_merged_and_from_its_folder(tmp_path):
     loaded(tmp_path, "llama", 1)
     torch.manual_seed(3)

@@ -280,6 +280,14 @@ def test_answers_in_a_message_are_those_of_the_whole_batch():
         pytest.raises(RewardResponseError, match=r"\(status 200\), asked for answers 2 to 3, returned 1 score for"),
     ):
         source(local.url, batch_size=2, max_concurrency=1).score(text_batch("a", "b", "c", "d"))
+    reply = Reply({"scores": [1, 2], "components": {"half": [1]}})
+    with (
+        local_service(in_turn(reply)) as local,
+        pytest.raises(
+            RewardResponseError, match=r"\(status 200\), component half, asked for answers 0 to 1, returned 1 score for"
+        ),
+    ):
+        source(local.url, batch_size=2, max_concurrency=1).score(text_batch("a", "b", "c", "d"))
 
 
 def test_components_that_change_between_requests_are_an_error():

@@ -108,7 +108,7 @@ class HttpSource:
             output = RewardOutput(checked(scores, len(rows), place))
         parts = {}
         for name, values in components.items():
-            source = f"{place}, component {name},"
+            source = f"{self.service.place}, component {name}{asked or ','}"
             parts[name] = checked(self.missing.filled(values, source), len(rows), source)
         return self.missing.marked(replace(output, components=parts), listed(given))
 

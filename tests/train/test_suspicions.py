@@ -24,6 +24,10 @@ def test_each_mismatch_is_told_with_its_metric():
     assert "val/first_ratio_error" in ratio
     (overflow,) = found_in(GOOD | {"policy/num_overflows": 2.0, "update/num_steps": 0.0})
     assert "policy/num_overflows" in overflow and "train.fp16: false" in overflow
+    of_both = {"policy/num_overflows": 2.0, "value/num_overflows": 2.0, "update/num_steps": 0.0}
+    assert found_in(GOOD | of_both) == [overflow]
+    (overflow,) = found_in(GOOD | of_both | {"policy/num_overflows": 0.0})
+    assert "value/num_overflows" in overflow and "the critic took no step" in overflow
     assert found_in(GOOD | {"policy/num_overflows": 1.0, "update/num_steps": 1.0}) == []
     (gap,) = found_in(GOOD | {"rollout/logprob_gap": 0.5})
     assert "rollout/logprob_gap" in gap and "model.attn_implementation" in gap

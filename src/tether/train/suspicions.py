@@ -82,6 +82,12 @@ def suspicions(
             "no step of this update was taken: scaled gradients are not finite in float16 (policy/num_overflows). The "
             "scale is halved each time; if this continues, set train.fp16: false"
         )
+    elif metrics.get("value/num_overflows", 0.0) > 0 and metrics.get("update/num_steps") == 0:
+        found.append(
+            "the critic took no step of this update: scaled gradients are not finite in float16 (value/num_overflows). "
+            "The scale is halved each time; if this continues, set train.fp16: false, or bring the scores to a smaller "
+            "scale (ppo.score_norm, ppo.reward_clip)"
+        )
     if metrics.get("update/num_empty", 0.0) > 0 and metrics.get("update/num_steps") == 0:
         found.append(
             "no step of this update was taken: none of its answers ended within sampling.response_length, and "

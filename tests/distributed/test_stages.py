@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.distributed.harness import alone, started, together
 from tests.stages.test_reward_stage import stage_config
@@ -134,7 +134,7 @@ MISFITS = {
 def test_a_launch_that_does_not_fit_is_told_before_a_model_is_loaded(tmp_path, name, misfit):
     changes, environment, told = MISFITS[misfit]
     file = written(config_of(tmp_path, name, **changes), "out")
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"to load this would be another error")
+    save_file({}, tmp_path / "model" / "model.safetensors")  # to load this would be another error
     outcomes = started(run, name, file, folder=tmp_path, environment=environment, timeout=60)
     assert all(outcome.exit_code == 1 and not outcome.is_hung for outcome in outcomes)
     assert all(f"tether.errors.ConfigError: {told}" in outcome.error for outcome in outcomes)
@@ -164,7 +164,7 @@ def test_float16_of_the_launcher_is_refused_where_float16_is(tmp_path, monkeypat
 @pytest.mark.parametrize("name", STAGES)
 def test_a_folder_that_cannot_be_made_is_told_before_a_model_is_loaded(tmp_path, name):
     config = config_of(tmp_path, name)
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"to load this would be another error")
+    save_file({}, tmp_path / "model" / "model.safetensors")  # to load this would be another error
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"output_dir: .*/file is a file; name a folder"):
         STAGES[name][1](config.model_copy(update={"output_dir": tmp_path / "file" / "deep" / "out"}))

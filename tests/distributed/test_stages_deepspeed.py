@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
 
 from tests.distributed.environment import launched
@@ -333,7 +333,7 @@ def test_a_base_with_quantized_weights_is_refused(tmp_path, monkeypatch, name):
     config = config_of(tmp_path, name, lora=LORA)
     quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     edit_json(tmp_path / "model" / "config.json", lambda content: content.update(quantized))
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"to load this would be another error")
+    save_file({}, tmp_path / "model" / "model.safetensors")  # to load this would be another error
     dist = Dist()
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr(begin, "Dist", lambda timeout: dist)

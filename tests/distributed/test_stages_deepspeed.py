@@ -240,7 +240,7 @@ def test_the_folder_loads_without_deepspeed(folder, two, case):
     assert not any(p.isnan().any() or p.numel() == 0 for p in model.parameters())
 
 
-def test_a_best_checkpoint_that_cannot_be_read_leaves_the_last_model(folder, two):
+def test_a_best_checkpoint_that_cannot_be_read_leaves_the_last_model(folder, one, two):
     stage, first, _, _ = two
     if stage < 3:
         pytest.skip("loaded by every process, as without ZeRO")

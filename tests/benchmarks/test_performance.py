@@ -12,7 +12,6 @@ from benchmarks.peers.environment import ROOT
 from benchmarks import decode, flat, scaling, tricks
 from tests.generation import stand_in_vllm
 from tests.tiny import save_tiny
-from tether.models.compiled import is_compiled
 from tether.models.loading import load_causal_lm
 
 SMALL = scaling.SHAPE | {"num_hidden_layers": 1}
@@ -46,19 +45,6 @@ def test_every_trick_is_measured_with_and_without(monkeypatch, capsys, model):
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 2 + len(tricks.TRICKS) and all(len(row) == 4 for row in rows)
     assert len({row[0] for row in rows}) == len(rows)
-
-
-@pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_compiled_layers_are_measured_beside_ones_that_are_not(monkeypatch, model):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(tricks, "check_compile", lambda *given: None)
-    seen, outputs = [], tricks.response_outputs
-    monkeypatch.setattr(
-        tricks, "response_outputs", lambda of, *rest, **more: seen.append(is_compiled(of)) or outputs(of, *rest, **more)
-    )
-    run(monkeypatch, tricks, "--model", model, "--repeats", 1, "--small", "--only", "compiled")
-    assert seen[:3] == [False, False, True]  # the process's first pass, then the first of each side
-    assert seen.count(True) == seen.count(False) - 2 > 2
 
 
 def test_costs_are_drawn_and_promises_kept_to(monkeypatch, capsys, tmp_path):

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from tests.tiny import save_tiny
 from tether.generation import batch as decoding_batch
 from tether.generation.caches import RoomyLayer
 from tether.models import attention, forward, merging, products
+from tether.models.compiled import is_compiled
 
 
 @dataclass
@@ -213,6 +215,16 @@ def test_passes_are_under_autocast_on_one_side(sides):
     [(without, with_trick)] = done.values()
     assert not any(without.calls) and all(with_trick.calls) and with_trick.calls
     assert_same_work(without, with_trick, 0.02)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_layers_are_compiled_on_one_side(monkeypatch, sides):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(tricks, "check_compile", lambda *given: None)  # which needs no compiler
+    done = sides(tricks.compiled, forward, "_response_states", lambda model, *_, **__: is_compiled(model))
+    for without, with_trick in (both for row, both in done.items() if row.endswith("once compiled")):
+        assert (without.calls, with_trick.calls) == ([False], [True])
+        assert_same_work(without, with_trick)
 
 
 @pytest.mark.parametrize(
